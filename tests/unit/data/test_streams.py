@@ -145,6 +145,39 @@ def test_a_state_that_leads_elsewhere_costs_time_and_changes_nothing(tmp_path):
     ]
 
 
+class Nowhere(Told):
+    """Begins at its end, where a state puts it."""
+
+    def load_state_dict(self, state):
+        self.at = self.count
+
+
+class NotLoaded(Told):
+    def load_state_dict(self, state):
+        raise IndexError("list index out of range")
+
+
+class NotRead(NotLoaded):
+    """Raises later, where a state is used."""
+
+    def load_state_dict(self, state):
+        self.count = "none"
+
+
+class NotTold(Told):
+    def state_dict(self):
+        raise RuntimeError("State dict is not initialized")
+
+
+@pytest.mark.parametrize("kind", [Nowhere, NotLoaded, NotRead, NotTold])
+def test_a_state_that_leads_nowhere_is_as_none(kind, tmp_path):
+    wanted = alone(Plain(), 0)
+    first = stream_of(kind(), folder=tmp_path)
+    assert [read(first, 0, 0, at) for at in range(28)] == wanted[:28]
+    other = stream_of(kind(), folder=tmp_path)
+    assert [read(other, 0, 0, at) for at in range(26, len(wanted))] == wanted[26:]
+
+
 def test_draws_from_global_generators_follow_from_the_place_and_disturb_nobody():
     plan = StreamPlan(1, WINDOW, True, (COUNT,), COUNT)
     torch.manual_seed(1)
@@ -188,8 +221,17 @@ def test_parts_that_begin_alike_or_otherwise_when_read_again_are_refused():
             while True:
                 yield source.random()
 
-    *heads, again = stream_of(Plain()).heads()
-    _check_heads(PARTS, heads, again)
+    class Round:
+        def __init__(self, number):
+            self.number, self.myself = number, self
+
+    class OfUnknownContent(Plain):
+        def __iter__(self):
+            yield from map(Round, super().__iter__())
+
+    for each in (Plain(), OfUnknownContent()):
+        *heads, again = stream_of(each).heads()
+        _check_heads(PARTS, heads, again)
     *heads, again = stream_of(Undivided()).heads()
     with pytest.raises(DataError, match=r"does not divide itself\. Set data\.parts = 1"):
         _check_heads(PARTS, heads, again)

@@ -173,7 +173,7 @@ def _check_heads(parts: int, heads: list[list[int]], again: list[int]) -> None:
     known: dict[tuple[int, ...], int] = {}
     for number, head in enumerate(heads):
         other = known.setdefault(tuple(head), number)
-        if head and other != number:
+        if any(head) and other != number:  # 0 is of a sample of unknown content
             raise DataError(
                 f"parts {other} and {number} of {parts} of the stream begin with the same "
                 f"{plural(len(head), 'sample')}: your dataset does not divide itself. Set "

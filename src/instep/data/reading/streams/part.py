@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 from instep.data.order import key
 from instep.data.reading.generators import preserved, seed_all
 from instep.data.reading.streams.kept import KeptWindows, StreamWindow
-from instep.data.reading.streams.state import packed, unpacked
+from instep.data.reading.streams.state import has_state, packed, unpacked
 from instep.data.reading.streams.turns import READ_AHEAD, StreamPlan
 from instep.data.samples import last_read
 from instep.data.samples.contents import content_of
@@ -47,7 +47,7 @@ class GivenStream(NamedTuple):
     @property
     def has_state(self) -> bool:
         """Whether the dataset itself says where it is: `state_dict` and `load_state_dict`."""
-        return _has_state(self.dataset)
+        return has_state(self.dataset)
 
     def copied(self) -> Any:
         """A copy for one iterator; tensors and arrays are shared.
@@ -99,6 +99,7 @@ class StreamPart:
         self._dataset: Any = None
         self._samples: Iterator[Any] = iter(())
         self._at = (-1, 0)  # epoch and window that come next
+        self._put_at: tuple[int, int] | None = None  # by a state
         self._begun: OpenWindow | None = None
         self._serves, self._served = (-1, 0), 0
         """The window that is used, and how many samples of it were."""
@@ -160,13 +161,22 @@ class StreamPart:
         try:
             self._go_to(epoch, number)
             return self._read()
-        except OtherSamples:
-            if not self._believes:
+        except Exception as error:
+            if not self._of_state(error) and isinstance(error, OtherSamples):
                 raise self._not_the_same(epoch, number) from None
-            # a state that does not lead to the same samples, such as of a shuffle buffer
-            self._believes = False
-            self._leave()
-            return self._window(epoch, number)
+            if not self._of_state(error):
+                raise
+        # a state that does not lead to the same samples, such as of a shuffle buffer
+        self._believes = False
+        self._leave()
+        return self._window(epoch, number)
+
+    def _of_state(self, error: Exception) -> bool:
+        """Whether a state may be the cause: one that leads elsewhere, or nowhere."""
+        if not self._believes or isinstance(error, OtherSamples):
+            return self._believes
+        first = self._put_at == self._at
+        return self._put_at is not None and (first or isinstance(error, DataError))
 
     def _go_to(self, epoch: int, number: int) -> None:
         here = self._at[1] if self._at[0] == epoch else -1
@@ -198,6 +208,8 @@ class StreamPart:
         self._dataset = self._given.copied()
         self._passes = known.passes if known is not None else 0
         number = known.number if known is not None else 0
+        self._at, self._in_pass = (epoch, number), number
+        self._put_at = known.at if known is not None else None
         with self._as_loader(epoch, number):
             if self._given.worker_init is not None:
                 self._given.worker_init(self._number)
@@ -206,11 +218,10 @@ class StreamPart:
                 self._samples = iter(self._dataset)
             else:
                 self._samples = self._restored(unpacked(known.state))
-        self._at, self._in_pass = (epoch, number), number
 
     def _restored(self, state: Any) -> Iterator[Any]:
         """An iterator that continues from a state."""
-        if _has_state(self._dataset):
+        if has_state(self._dataset):
             self._dataset.load_state_dict(state)
             return iter(self._dataset)
         samples: Any = iter(self._dataset)
@@ -281,10 +292,10 @@ class StreamPart:
         return (epoch * plan.room + count) * plan.parts + self._number
 
     def _state(self) -> bytes | None:
-        owner = self._dataset if _has_state(self._dataset) else self._samples
-        if not _has_state(owner):
+        owner = self._dataset if has_state(self._dataset) else self._samples
+        if not has_state(owner):
             return None
-        with suppress(TypeError, ValueError, NotImplementedError):
+        with suppress(Exception):  # a method of the user's may raise anything
             return packed(owner.state_dict())  # type: ignore[union-attr]
         return None
 
@@ -323,12 +334,6 @@ class StreamPart:
             f"{known:,} when they were counted: an epoch has as many each time. Set train.steps "
             "for a stream whose length changes."
         )
-
-
-def _has_state(owner: Any) -> bool:
-    return callable(getattr(owner, "state_dict", None)) and callable(
-        getattr(owner, "load_state_dict", None)
-    )
 
 
 def _hash(sample: Any) -> int:

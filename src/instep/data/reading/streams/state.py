@@ -1,7 +1,7 @@
 """States of datasets as bytes: plain values, and no pickle.
 
 Tuples stay tuples, keys what they were, and integers may be of any size, as in the states of random
-generators. Ways in: `packed`, `unpacked`.
+generators. Ways in: `has_state`, `packed`, `unpacked`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ import numpy as np
 import torch
 
 _TUPLE, _PAIRS, _BIG, _ARRAY, _TENSOR = range(1, 6)
+
+
+def has_state(owner: Any) -> bool:
+    """Whether a dataset, or its iterator, says where it is and can be put there."""
+    return callable(getattr(owner, "state_dict", None)) and callable(
+        getattr(owner, "load_state_dict", None)
+    )
 
 
 def packed(value: Any) -> bytes:
