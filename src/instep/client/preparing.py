@@ -161,6 +161,11 @@ def prepare_data(job: JobSpec, *, quiet: bool, here: bool = False) -> None:
             say(line)
 
 
+def _planned(job: JobSpec) -> tuple[float | None, ...]:
+    """Settings that may change when a run is resumed, and that epsilon follows from."""
+    return job.train.epochs, job.train.steps, job.privacy.epsilon
+
+
 def as_run(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
     """The job with `sync.defaults` (`with_options`), and where it is private with its noise, the
     steps within its budget, and bounds of epsilon, which may take a minute.
@@ -173,8 +178,7 @@ def as_run(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
         InstepError: as `with_options`; or the budget is not enough, or a library is missing.
     """
     job = with_options(job, before)
-    length = job.train.epochs, job.train.steps
-    same = before is not None and (before.train.epochs, before.train.steps) == length
+    same = before is not None and _planned(before) == _planned(job)
     if not job.privacy.on or (same and job.privacy.accounted):
         return job
     if given(job.recipe) is not None:  # of a notebook: only this process has it

@@ -18,7 +18,8 @@ class PrivateAllReduce(AllReduce):
 
     Args:
         make: the sums of these parameters.
-        write: called on one rank with commit and tag of each sum, before anything of it is used.
+        write: called on each rank with commit and tag of each sum, before it uses anything of it.
+            Any rank may be the only one that lives to use it.
     """
 
     def __init__(
@@ -39,7 +40,5 @@ class PrivateAllReduce(AllReduce):
         assert all(self._agreed), "a step without samples has zeros"
         views = [self._home[slot][1] for slot in range(len(self._parameters))]
         number = self._attempt.number
-        found = self._private.seal(number, views)
-        if self._comm.rank == 0:
-            self._write(number, found)
+        self._write(number, self._private.seal(number, views))
         return agreed

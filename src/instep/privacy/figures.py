@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def privacy_of(spec: PrivacySpec, run: Path) -> dict[str, Any] | None:
     except (OSError, InstepError):
         contents = {}
     again = sum(count - 1 for count in contents.values())
-    known = spec.accounted if not again else {}
+    beyond = sum(step > spec.accounted.get("steps", math.inf) for step in contents)
+    known = spec.accounted if not again and not beyond else {}
     return {
         "protects": spec.protects,
         "epsilon": known.get("epsilon"),
@@ -41,9 +43,10 @@ def privacy_of(spec: PrivacySpec, run: Path) -> dict[str, Any] | None:
         "clip": spec.clip,
         "sampling": spec.sampling,
         "adjacency": ADJACENCY,
-        "accounted_steps": known.get("steps"),
+        "accounted_steps": spec.accounted.get("steps"),
         "released": sum(contents.values()),
         "released_again": again,
+        "released_beyond": beyond,
         "not_covered": list(NOT_COVERED),
     }
 
@@ -74,6 +77,11 @@ def privacy_words(found: dict[str, Any]) -> str:
     """Say in one sentence how much a run reveals."""
     how = {"allocation": "each in one random step of each epoch"}
     sampled = how.get(found["sampling"], "each in any step with one probability")
+    if found["epsilon"] is None and found["released_beyond"]:
+        return (
+            f"epsilon is not known: steps after {found['accounted_steps']:.0f}, the last that is "
+            "accounted, were published"
+        )
     if found["epsilon"] is None:
         return (
             f"epsilon is not known: {found['released_again']} steps were published with other "

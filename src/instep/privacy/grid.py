@@ -21,6 +21,9 @@ _RANGE_BITS = 31
 MARGIN = 2.0**-16
 """By how much of it a gradient is clipped below the limit, for errors of float32."""
 
+_CLIPS = 1e-20, 1e20
+"""Limits of norms for which no factor of a gradient leaves the normal numbers of float32."""
+
 _COARSEST = 0.05
 """The largest part of the sensitivity that may come from rounding."""
 
@@ -35,7 +38,8 @@ class Grid:
         most: samples that one sum can have.
 
     Raises:
-        SpecError: so many numbers of so many samples cannot be summed finely enough.
+        SpecError: so many numbers of so many samples cannot be summed finely enough, or the limit
+            is out of the range of float32.
     """
 
     clip: float
@@ -43,6 +47,12 @@ class Grid:
     most: int
 
     def __post_init__(self) -> None:
+        least, largest = _CLIPS
+        if not least <= self.clip <= largest:
+            raise SpecError(
+                f"privacy.clip = {self.clip:g}: gradients of float32 are clipped to norms between "
+                f"{least:g} and {largest:g}. Set it to about the size of a sample's gradient."
+            )
         if math.sqrt(self.numbers) / 2 > _COARSEST * self.per_clip:
             raise SpecError(
                 f"privacy: a model of {self.numbers:,} trained parameters and steps of up to "

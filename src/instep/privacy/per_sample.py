@@ -8,6 +8,7 @@ bits of another's, they are computed one by one. Way in: `PerSample`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -189,10 +190,9 @@ class PerSample:
         each = sum(float(self._whole(_samples(some, few, n, n + 1))) for n in range(few)) / few
         if abs(together - each) > _NEAR * (abs(together) + abs(each)):
             self._compared = (
-                f"the loss of {few} samples is {together:.4g} and the mean of their losses "
-                f"{each:.4g}: [privacy] trains on the loss of each sample alone, so what the loss "
-                "compares between samples, or weighs, is not trained. Have compute_loss be a mean "
-                "over samples."
+                "the loss of several samples is not the mean of their losses: [privacy] trains on "
+                "the loss of each sample alone, so what the loss compares between samples, or "
+                "weighs, is not trained. Have compute_loss be a mean over samples."
             )
 
     def _differs(self, some: Any, few: int, apart: list[list[Tensor]]) -> str:
@@ -205,13 +205,15 @@ class PerSample:
             return f"torch.func cannot: {type(error).__name__}"
         for place, alone in enumerate(apart):
             norm = float(torch.stack([each.norm() for each in alone]).norm())
+            if not math.isfinite(norm):  # it counts as nothing, and is not to choose for others
+                continue
             pairs = zip(together, alone, strict=True)
             away = float(torch.stack([(t[place] - each).norm() for t, each in pairs]).norm())
             if not away <= _NEAR * norm:
                 return "torch.func gives other gradients"
         if few > 1:
             for one, two in zip(together, changed, strict=True):
-                if not torch.equal(one[: few - 1], two[: few - 1]):
+                if not torch.equal(one[: few - 1].nan_to_num(), two[: few - 1].nan_to_num()):
                     return "the content of one sample shows in the last bits of another's gradient"
         return ""
 

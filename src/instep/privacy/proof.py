@@ -92,8 +92,8 @@ def prove_privacy(
     plan = plan._replace(steps=int(known["steps"]))
     faults = [*_of_secret(run, run_id, secret), *_of_releases(contents, last_step)]
     faults += _of_samples(ledger, spec, samples, batch, secret, last_step)
-    if last_step > plan.steps:
-        faults.append(f"{last_step} steps are committed, and epsilon is of {plan.steps}")
+    if (last := max(last_step, *contents, 0)) > plan.steps:
+        faults.append(f"{last} steps were published, and epsilon is of {plan.steps}")
     found = bounds(plan, spec.noise or 0.0, spec.delta or 0.0)
     pairs = (found.upper, known["epsilon"]), (found.lower, known["epsilon_lower"])
     if any(abs(one - other) > _NEAR * one for one, other in pairs):

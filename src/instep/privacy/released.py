@@ -1,9 +1,9 @@
 """A record of what a private run has published: commit and tag of each sum that got noise.
 
 The first record is of commit 0, which publishes nothing: its tag says which secret the run has, to
-whoever has that. A record is written before anything of the sum is used, and never cut: a step that
-was computed again after a return to a checkpoint is there twice, with one tag if it was the same
-sum, else with two.
+whoever has that. Each worker writes a record before it uses anything of the sum, as it may be the
+only one that lives to do so; nothing is ever cut. A step that was computed again after a return to
+a checkpoint has one tag if it was the same sum with the same noise, else two.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ It keeps the promises of `Sums` in `sync/sums.py`. Gradients come in as whole nu
 on average. Every worker adds the same noise to the same sums.
 
 The noise of a step has a key that follows from the secret, the commit and a digest of all that is
-summed: two contents never have the same noise, and the same content has the same, so that a step
-that is computed again publishes nothing new.
+summed and of how much noise it gets: two contents never have the same noise, nor has one content
+the same noise in two sizes, and the same content has the same, so that a step that is computed
+again publishes nothing new.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class PrivateSums:
         Returns:
             A tag of what is published, which says nothing of it: equal tags, equal contents.
         """
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(repr((self._sigma, self._grid.unit, self._planned)).encode())
         for each in sums:
             digest.update(each.detach().cpu().contiguous().numpy().data)
         content = digest.digest()

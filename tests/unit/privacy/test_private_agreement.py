@@ -55,10 +55,9 @@ def test_the_bits_are_those_of_one_worker_on_two_three_and_seven():
     ((alone, told),) = run_ranks(1, released)
     assert len(told) == 1
     for ranks in (2, 3, 7):
-        every = run_ranks(ranks, released)
-        for found, _ in every:
+        for found, written in run_ranks(ranks, released):
             assert all(map(torch.equal, found, alone))
-        assert [written for _, each in every for written in each] == told  # by one rank
+            assert written == told  # by each rank: another may not live to
 
 
 def test_noise_is_added_once_whatever_the_number_of_workers_and_to_an_empty_step_too():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
-from instep.errors import RecipeError
+from instep.errors import RecipeError, SpecError
 from instep.privacy.grid import Grid
 from instep.privacy.per_sample import PerSample
 
@@ -127,6 +129,16 @@ def test_a_sample_changes_a_sum_by_no_more_than_the_sensitivity(scale):
     assert sums[0].dtype == torch.int32
 
 
+@pytest.mark.parametrize("clip", [1e-20, 1e20])
+def test_a_clip_at_the_end_of_its_range_is_kept_to_and_one_beyond_is_refused(clip):
+    model, batch = made("mlp")
+    _, grid, sums = summed(model, batch, clip)
+    whole = torch.cat([each.flatten() for each in sums]).double()
+    assert whole.norm() <= SAMPLES * grid.sensitivity
+    with pytest.raises(SpecError, match="clipped to norms between"):
+        summed(model, batch, clip * (0.9 if clip < 1 else 1.1))
+
+
 def test_a_sample_that_is_not_finite_counts_as_nothing():
     model, batch = made("mlp")
     _, _, sums = summed(model, batch)
@@ -135,6 +147,14 @@ def test_a_sample_that_is_not_finite_counts_as_nothing():
     assert all(each.abs().max() < 2**31 - 1 for each in without)
     own = torch.cat([(a - b).flatten() for a, b in zip(sums, without, strict=True)]).double()
     assert 0 < own.norm() <= grid.sensitivity
+
+
+def test_a_sample_that_is_not_finite_does_not_choose_how_others_are_computed():
+    for place in (0, 3):
+        model, batch = made("mlp")
+        batch[0][place] = float("nan")
+        per_sample, _, _ = summed(model, batch)
+        assert per_sample.batched, per_sample.why
 
 
 def test_what_looks_at_other_samples_or_remembers_them_is_refused_by_name():
@@ -210,4 +230,5 @@ def test_a_loss_that_compares_samples_is_seen_and_a_mean_over_samples_is_not():
         said = per_sample.compared()
         assert bool(said) == seen
         assert not seen or "Have compute_loss be a mean over samples" in said
+        assert not re.search(r"\d", said)  # it is logged: no figure of samples
         assert not per_sample.compared()

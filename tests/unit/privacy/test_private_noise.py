@@ -75,6 +75,17 @@ def test_noise_is_that_of_the_content_and_differs_where_the_content_does():
     assert tag != sums_for(8, one)[0] != sums_for(8, one, bytes(32))[0]
 
 
+def test_one_content_never_gets_the_same_noise_in_two_sizes():
+    contents = [torch.ones(3, 5, dtype=torch.int32), torch.ones(2, dtype=torch.int32)]
+    grids = Grid(1.0, 17, 60), Grid(1.0, 17, 60), Grid(2.0, 17, 60), Grid(1.0, 17, 200)
+    tags, keys = [], []
+    for grid, noise in zip(grids, (1.0, 2.0, 1.0, 1.0), strict=True):
+        made = PrivateSums(contents, grid, noise, 40.0, KEY)
+        tags.append(made.seal(7, contents))
+        keys.append(made._key)
+    assert len(set(tags)) == len(set(keys)) == 4
+
+
 def test_keys_of_different_purposes_differ():
     parts = [("noise", 1, b"a"), ("noise", 1, b"ab"), ("noise", 11, b""), ("sampling", 1, b"a")]
     found = [derived(KEY, *each) for each in parts]

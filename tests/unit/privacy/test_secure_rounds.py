@@ -175,6 +175,24 @@ def test_a_round_is_summed_once_and_not_again_of_others():
         run_ranks(1, again)
 
 
+def test_losses_of_a_round_are_not_summed_again_of_others_either():
+    sent = []
+
+    def again(comm):
+        heard = Heard(comm)
+        mean = ClippedMean(CLIP, PARTICIPANTS, least=3, job=bytes(32))
+        mean.start(parameters(), heard, Generation(notes=2, parts=5, at=Attempt(0, 2, 1)))
+        for attempt, given in enumerate((gifts(), gifts(without=[2]))):
+            mean.begin_step(Attempt(0, 3, 1 + attempt))
+            heard.sent = sent if attempt else []
+            mean.figures(given)
+            mean.abandon()
+
+    with pytest.raises(WorkerError, match="was summed up of 5 participants before"):
+        run_ranks(1, again)
+    assert [each.dtype for each in sent] == [torch.int32]  # who has something to give
+
+
 def test_ranks_with_different_jobs_do_not_agree():
     def differs(comm):
         return taken(comm, gifts(), 3, job=bytes([comm.rank]) * 32)

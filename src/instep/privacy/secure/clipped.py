@@ -133,6 +133,7 @@ class ClippedMean(AllReduce):
             numbers += torch.tensor([round(each) for each in told])
         if self.sealed:
             check_enough(len(self._come), self._least, "have something to give")
+            self._note_list()
             sealed = self._sum_of("figures", members, list(here))
             apply_masks(sealed.masks(giving), numbers)
             self._comm.all_reduce(numbers).wait()
@@ -174,11 +175,13 @@ class ClippedMean(AllReduce):
             self._apply(sealed.masks(here))
         found = super().exchange(notes)
         if sealed is not None:
-            self._open(sealed)
+            sealed.open(self._come)
+            self._apply(sealed.left)
         return found
 
-    def _open(self, sealed: SumOverRanks) -> None:
-        """Take the masks off, once in a round, or again of the same participants."""
+    def _note_list(self) -> None:
+        """Refuse to open the sums of a round once more, unless of the same participants: before
+        the first of them, as losses and weights tell of the one that is missing too."""
         at = self._attempt.course, self._attempt.number
         if self._opened is not None and self._opened[0] == at and self._opened[1] != self._come:
             raise WorkerError(
@@ -187,8 +190,6 @@ class ClippedMean(AllReduce):
                 "be what one of them has given. Resume the run from its last checkpoint."
             )
         self._opened = at, list(self._come)
-        sealed.open(self._come)
-        self._apply(sealed.left)
 
     def _apply(self, masks: Sequence[Mask]) -> None:
         for slot, first in enumerate(self._places):
