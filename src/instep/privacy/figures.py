@@ -23,8 +23,11 @@ NOT_COVERED = (
 """Things that are published or chosen, and of which epsilon says nothing."""
 
 
-def privacy_of(spec: PrivacySpec, run: Path) -> dict[str, Any] | None:
-    """The figures of `summary.json`; None where nothing is protected."""
+def privacy_of(spec: PrivacySpec, run: Path, last_step: int) -> dict[str, Any] | None:
+    """The figures of `summary.json`, with the last committed step; None where nothing is protected.
+
+    Epsilon is None where it is not known what was published.
+    """
     if not spec.on:
         return None
     try:
@@ -33,7 +36,8 @@ def privacy_of(spec: PrivacySpec, run: Path) -> dict[str, Any] | None:
         contents = {}
     again = sum(count - 1 for count in contents.values())
     beyond = sum(step > spec.accounted.get("steps", math.inf) for step in contents)
-    known = spec.accounted if not again and not beyond else {}
+    unrecorded = last_step - sum(1 <= step <= last_step for step in contents)
+    known = spec.accounted if not again and not beyond and not unrecorded else {}
     return {
         "protects": spec.protects,
         "epsilon": known.get("epsilon"),
@@ -47,6 +51,7 @@ def privacy_of(spec: PrivacySpec, run: Path) -> dict[str, Any] | None:
         "released": sum(contents.values()),
         "released_again": again,
         "released_beyond": beyond,
+        "unrecorded": unrecorded,
         "not_covered": list(NOT_COVERED),
     }
 
@@ -63,7 +68,7 @@ def privacy_figures(
         last_step: that is committed.
         training_s: seconds of its training.
     """
-    found = privacy_of(spec, run)
+    found = privacy_of(spec, run, last_step)
     if found is None:
         return {"privacy": None}
     known = spec.accounted
@@ -81,6 +86,11 @@ def privacy_words(found: dict[str, Any]) -> str:
         return (
             f"epsilon is not known: steps after {found['accounted_steps']:.0f}, the last that is "
             "accounted, were published"
+        )
+    if found["epsilon"] is None and found["unrecorded"]:
+        return (
+            f"epsilon is not known: {found['unrecorded']} of the committed steps are not in the "
+            "record of what was published, releases.bin"
         )
     if found["epsilon"] is None:
         return (

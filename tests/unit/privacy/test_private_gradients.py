@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.errors import RecipeError, SpecError
+from instep.privacy.collating import CollateApart
 from instep.privacy.grid import Grid
 from instep.privacy.per_sample import PerSample
 
@@ -166,6 +167,25 @@ def test_what_looks_at_other_samples_or_remembers_them_is_refused_by_name():
     ):
         with pytest.raises(RecipeError, match=name):
             summed(nn.Sequential(layer, nn.Linear(5, 3)), made("mlp")[1])
+
+
+def centred(samples):
+    inputs = torch.stack([each[0] for each in samples])
+    return [inputs - inputs.mean(0) + 1, torch.stack([each[1] for each in samples])]
+
+
+def test_a_collate_that_mixes_samples_cannot_have_one_change_the_sum_by_more_than_itself():
+    model, (inputs, targets) = made("mlp")
+    samples = list(zip(inputs, targets, strict=True))
+    other = [(1e4 * inputs[0], targets[0]), *samples[1:]]
+    for collate, holds in ((centred, False), (CollateApart(centred), True)):
+        _, grid, one = summed(model, collate(samples))
+        _, _, two = summed(model, collate(other))
+        apart = torch.cat([(a - b).flatten() for a, b in zip(one, two, strict=True)]).double()
+        # replaced and not left out: twice as much
+        assert (apart.norm() <= 2 * grid.sensitivity) == holds
+    with pytest.raises(RecipeError, match="pad all to one length"):
+        CollateApart(torch.stack)([torch.zeros(3), torch.zeros(4)])
 
 
 class Counting(nn.Module):

@@ -24,10 +24,13 @@ def test_steps_that_were_published_after_the_last_accounted_one_leave_epsilon_un
     releases.begin(bytes(32))
     for commit in (1, 2, 3, 4, 4):  # by two workers
         releases.write(commit, bytes(16))
-    within = privacy_of(SPEC, tmp_path)
+    within = privacy_of(SPEC, tmp_path, 4)
     assert (within["epsilon"], within["released"], within["released_again"]) == (1.0, 4, 0)
+    lost = privacy_of(SPEC, tmp_path / "elsewhere", 4)
+    assert (lost["epsilon"], lost["unrecorded"]) == (None, 4)
+    assert "4 of the committed steps are not in the record" in privacy_words(lost)
     releases.write(5, bytes(16))
-    beyond = privacy_of(SPEC, tmp_path)
+    beyond = privacy_of(SPEC, tmp_path, 4)
     assert beyond["epsilon"] is None
     assert "steps after 4, the last that is accounted, were published" in privacy_words(beyond)
 

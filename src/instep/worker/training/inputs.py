@@ -12,6 +12,7 @@ from instep.data.weighted import HowSampled
 from instep.engine.member import Member
 from instep.errors import InstepError, RecipeError, SpecError
 from instep.job.spec import JobSpec
+from instep.privacy.collating import CollateApart
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.worker.reading.planned_data import PlannedData
@@ -92,13 +93,17 @@ class Inputs(NamedTuple):
 def _loader(
     member: Member, recipe: Recipe, name: str, order: AnyOrder | HowSampled | None
 ) -> Loader:
+    collate = recipe.collate
+    if member.job.privacy.on and name == "train":
+        own = collate or recipe.given[name].collate
+        collate = CollateApart(own) if own is not None else None
     return Loader.of_job(
         member.job,
         recipe.given[name],
         "training" if name == "train" else "validation",
         order=order,
         processes=None if member.role == "worker" else 0,  # a server reads little
-        collate=recipe.collate,
+        collate=collate,
         augment=recipe.augment,
         marks=member.marks,
         contents="off" if member.job.privacy.on else member.job.check.content,
