@@ -180,6 +180,21 @@ def replace_plain(
         beside.unlink(missing_ok=True)
 
 
+def create_plain(path: Path, text: str, mode: int = 0o666) -> None:
+    """Make a file with this text, at once and only if there is none: of several, one makes it.
+
+    Raises:
+        FileExistsError: there is one.
+        OSError: it cannot be written; nothing is left behind.
+    """
+    beside = beside_of(path)
+    try:
+        replace_plain(beside, text, mode, durable=True)
+        os.link(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def is_private(about: os.stat_result) -> bool:
     """Whether a file is ours, and nobody else's."""
     return about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077

@@ -129,12 +129,13 @@ def cancel(args: argparse.Namespace) -> int:
     """Stop a job of a pool for good: at its next commit, saved."""
     from instep.pool.pool_file import PoolFolder
     from instep.pool.submit import cancel
+    from instep.pool.view import how_it_ends
 
-    cancel(PoolFolder(Path(args.pool)), args.job)
+    job = cancel(PoolFolder(Path(args.pool)), args.job)
     if args.json:
         print(json.dumps({"job": args.job}))
     else:
-        say(f"cancel  {args.job} stops at its next commit")
+        say(f"cancel  {args.job} {how_it_ends(job)}")
     return 0
 
 
@@ -194,18 +195,22 @@ def _start(args: argparse.Namespace, pool: object) -> int:
     from instep import detached
     from instep.pool.jobs import PoolSpec
     from instep.pool.pool_file import SPEC, PoolFolder, pool_of
+    from instep.pool.pool_journal import FILE
+    from instep.pool.serve import check_journal
 
     assert isinstance(pool, PoolFolder)
     if pool.scheduled:
-        raise RunError(f"the pool in {pool.folder} has a scheduler already: instep pool status")
+        raise _scheduled(pool)
     if args.file is not None:
         pool.make(pool_of(Path(args.file)))
     elif not (pool.folder / SPEC).exists():
         pool.make(PoolSpec())
+    journal = pool.folder / FILE
+    if journal.exists():
+        check_journal(pool)
     words = ["pool", "--pool", str(pool.folder.resolve()), "serve"]
     started = detached.start(words, pool.lock, pool.log)
     deadline = time.monotonic() + START_S
-    journal = pool.folder / "pool.sqlite"
     while started is not None and not journal.exists() and time.monotonic() < deadline:
         if started.poll() is not None:
             raise RunError(f"the scheduler has ended: {detached.last_words(pool.log)}")
@@ -216,6 +221,10 @@ def _start(args: argparse.Namespace, pool: object) -> int:
         say(f"pool    {pool.folder}: {pool.empty.cores} cores, runs in {pool.runs}")
         say("next    instep submit job.toml")
     return 0
+
+
+def _scheduled(pool: PoolFolder) -> RunError:
+    return RunError(f"the pool in {pool.folder} has a scheduler already: instep pool status")
 
 
 def _stop(args: argparse.Namespace, pool: object) -> int:
@@ -238,11 +247,16 @@ def _stop(args: argparse.Namespace, pool: object) -> int:
 
 
 def _serve(args: argparse.Namespace, pool: object) -> int:
+    from instep import detached
     from instep.pool.pool_file import PoolFolder
     from instep.pool.serve import serve
 
     assert isinstance(pool, PoolFolder)
-    serve(pool)
+    _ = pool.spec  # refuses a folder that is no pool
+    with detached.holding(pool.lock) as alone:
+        if not alone:
+            raise _scheduled(pool)
+        serve(pool)
     return 0
 
 

@@ -12,8 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from instep.plain_file import PRIVATE, plain, read_plain
@@ -71,6 +71,27 @@ def locked(lock: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+@contextmanager
+def holding(lock: Path) -> Iterator[bool]:
+    """Lock a file for this process, unless whoever started it has locked it for it.
+
+    Yields:
+        Whether it is locked; False if another process has it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = locked(lock)
+    if descriptor is None:
+        yield pid_of(lock) == os.getpid()
+        return
+    try:
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield True
+    finally:
+        os.close(descriptor)
 
 
 def lives(lock: Path) -> bool:

@@ -6,6 +6,7 @@ somebody asks for that. Ways in: `run_command` in the process that waits for it,
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -54,6 +55,7 @@ def run_command(job: PoolJob, ending: Path) -> int:
                 job.command,
                 cwd=job.folder,
                 stdin=subprocess.DEVNULL,
+                process_group=0,
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL),
             )
         except OSError as error:
@@ -66,10 +68,13 @@ def run_command(job: PoolJob, ending: Path) -> int:
                 code = process.wait(0.1)
                 break
             if asked and not told:
-                process.terminate()
-                told = True
+                told = _signal(process.pid, signal.SIGTERM)
             if asked and time.monotonic() - asked[0] > STOP_S:
-                process.kill()
+                _signal(process.pid, signal.SIGKILL)
+        while told and _signal(process.pid, 0):  # what it has started, and not waited for
+            time.sleep(0.1)
+            if time.monotonic() - asked[0] > STOP_S:
+                _signal(process.pid, signal.SIGKILL)
     if not told:
         _write(ending, CommandEnding(code, time.monotonic() - began))
     return code
@@ -80,6 +85,17 @@ def ending_of(ending: Path) -> CommandEnding | None:
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(read_plain(ending), type=CommandEnding)
     return None
+
+
+def _signal(group: int, number: int) -> bool:
+    """Signal all processes of a group; returns whether there is one."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # those that are left are of another user, or macOS says so of zombies
+        return number != 0
+    return True
 
 
 def _write(path: Path, ending: CommandEnding) -> None:

@@ -6,6 +6,7 @@ All that can be wrong with it is refused here, but for metrics, of which only a 
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from graphlib import CycleError, TopologicalSorter
@@ -24,7 +25,7 @@ OF_A_COMMAND = ("seconds",)
 
 METRICS = "metrics."
 
-_NAME = re.compile(r"[A-Za-z0-9_-]+", re.A)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}", re.A)
 _TEST = re.compile(r"([\w-]+)\.([\w./-]+)\s*(>=|<=|==|!=|>|<)\s*(\S+)")
 
 
@@ -94,7 +95,9 @@ def flow_of(path: Path) -> FlowSpec:
     spec = msgspec.structs.replace(spec, name=spec.name or path.stem)
     for name in (spec.name, *spec.job):
         if not _NAME.fullmatch(name):
-            raise SpecError(f"{path}: {name!r}: a name has letters, digits, '_' and '-' only.")
+            raise SpecError(
+                f"{path}: {name!r}: a name has letters, digits, '_' and '-' only, 80 at most."
+            )
     if not spec.job:
         raise SpecError(f"{path} has no job: write a [job.NAME] for each.")
     for name, job in spec.job.items():
@@ -126,6 +129,8 @@ def _check(path: Path, spec: FlowSpec, name: str, job: FlowJob) -> None:
     where = f"{path}: [job.{name}]"
     if bool(job.file) == bool(job.command):
         raise SpecError(f"{where} needs a `file` or a `command`, one of them.")
+    if any("\0" in word for word in job.command):
+        raise SpecError(f"{where} command: a word has a NUL character, which no program can get.")
     for key in ("set", "at_least", "at_most"):
         if job.command and getattr(job, key):
             raise SpecError(f"{where} {key}: a command has one worker, and no keys. Leave it out.")
@@ -154,6 +159,8 @@ def _test(where: str, job: FlowJob, text: str) -> WhenTest:
         if found is None or found[3] not in SIGNS:
             raise ValueError
         value = float(found[4])
+        if not math.isfinite(value):
+            raise ValueError
     except ValueError:
         raise SpecError(
             f"{where} when = {job.when!r}: needs {wanted}, or a test such as "

@@ -6,7 +6,6 @@ Ways in: `submit_flow`, `run_again`.
 from __future__ import annotations
 
 import getpass
-import os
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,10 +14,18 @@ from typing import NamedTuple
 import msgspec
 
 from instep.client.job_checks import check_job
-from instep.errors import RunError, SpecError, near_miss
+from instep.errors import (
+    InstepError,
+    RunError,
+    SpecError,
+    WorkerError,
+    near_miss,
+    one_line,
+    own_line,
+)
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
-from instep.plain_file import PRIVATE, read_plain, replace_plain
+from instep.plain_file import PRIVATE, create_plain, read_plain, replace_plain
 from instep.pool.flow_file import METRICS, FlowJob, FlowSpec, flow_of, when_of
 from instep.pool.jobs import (
     COMMAND,
@@ -62,6 +69,9 @@ def submit_flow(
     jobs = _jobs(path, spec)
     _check_metrics(path, spec, jobs)
     share = share or getpass.getuser()
+    for each, job in jobs.items():  # refused ones take no name
+        asked = spec.job[each]
+        bounds_of(pool, job, asked.at_least, asked.at_most, asked.share or share)
     name, new = _claimed(pool, spec, path, key)
     wanted = [
         _pool_job(pool, path, spec, jobs, name, each, priority=priority, share=share)
@@ -128,6 +138,7 @@ def _check_metrics(path: Path, spec: FlowSpec, jobs: Mapping[str, JobSpec]) -> N
     Raises:
         SpecError: names it.
         RecipeError: a recipe cannot be called.
+        WorkerError: it raised an exception.
     """
     known: dict[str, list[str]] = {}
     for name, each in spec.job.items():
@@ -135,7 +146,7 @@ def _check_metrics(path: Path, spec: FlowSpec, jobs: Mapping[str, JobSpec]) -> N
             if not test.figure.startswith(METRICS):
                 continue
             if test.job not in known:
-                known[test.job] = _metrics_of(jobs[test.job])
+                known[test.job] = _metrics_of(jobs[test.job], f"{path}: [job.{test.job}]")
             metric = test.figure.removeprefix(METRICS)
             if metric not in known[test.job]:
                 raise SpecError(
@@ -144,11 +155,19 @@ def _check_metrics(path: Path, spec: FlowSpec, jobs: Mapping[str, JobSpec]) -> N
                 )
 
 
-def _metrics_of(job: JobSpec) -> list[str]:
+def _metrics_of(job: JobSpec, where: str) -> list[str]:
     from instep.recipe.build import call
     from instep.recipe.source_file import load_function
 
-    recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
+    try:
+        recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
+    except InstepError:
+        raise
+    except Exception as error:
+        place, _ = own_line(error)
+        raise WorkerError(
+            f"{where}: its recipe raised {type(error).__name__}: {one_line(error)} ({place})."
+        ) from None
     if recipe.validate is None and job.data.validation is None and job.data.folds is None:
         return []
     return ["loss", *recipe.metrics]
@@ -211,8 +230,7 @@ def _claimed(pool: PoolFolder, spec: FlowSpec, path: Path, key: str) -> tuple[st
             continue
         file = pool.jobs / f"{name}.flow"
         try:
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w") as made:
-                made.write(str(path.resolve()))
+            create_plain(file, str(path.resolve()), PRIVATE)
         except FileExistsError:
             continue
         except OSError as error:

@@ -66,7 +66,9 @@ class LocalRuns:
             outcome, step = found.outcome, found.last_step
             if outcome in ("interrupted", "unfinished"):
                 outcome = ""
-            if outcome == "failed":
+            if outcome in ("completed", "stopped") and (why := _not_finite(run)):
+                outcome = "failed"
+            elif outcome == "failed":
                 why = self._last_words(job)
         results = _figures(run) if job.flow and outcome else {}
         return JobSight(False, step=step, outcome=outcome, why=why, results=results)
@@ -143,6 +145,14 @@ class LocalRuns:
 
 def _of_attempt(job: PoolJob) -> str:
     return job.id if job.attempt == 1 else f"{job.id}.{job.attempt}"
+
+
+def _not_finite(run: Path) -> str:
+    """Say why a run that is over has diverged, from its summary; empty if it has not."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        summary = json.loads(read_plain(run / "summary.json"))
+        return (summary["rule_text"] or "its loss is not finite") if summary["diverged"] else ""
+    return ""
 
 
 def _figures(run: Path) -> dict[str, float]:

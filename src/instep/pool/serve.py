@@ -47,6 +47,19 @@ def serve(pool: PoolFolder) -> None:
         journal.close()
 
 
+def check_journal(pool: PoolFolder) -> None:
+    """Open the journal of a pool without a scheduler, as `serve` will.
+
+    Raises:
+        RunError: it cannot be used.
+    """
+    journal = PoolJournal(pool.folder, write=True)
+    try:
+        journal.load(pool.empty)
+    finally:
+        journal.close()
+
+
 def _wait(pool: PoolFolder) -> None:
     """Wait for the next turn, or until there is a request."""
     end = time.monotonic() + TURN_S

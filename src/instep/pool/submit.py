@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
 import re
 import time
 from collections.abc import Collection
@@ -15,7 +14,7 @@ from instep.client.job_checks import check_job
 from instep.errors import RunError, SpecError, near_miss
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
-from instep.plain_file import PRIVATE
+from instep.plain_file import PRIVATE, create_plain
 from instep.pool.jobs import RUN, SEARCH, CancelAsked, JobSubmitted, PoolJob
 from instep.pool.pool_file import PoolFolder
 from instep.pool.requests import ask
@@ -81,8 +80,11 @@ def submit(
     return name, new
 
 
-def cancel(pool: PoolFolder, job: str) -> None:
+def cancel(pool: PoolFolder, job: str) -> PoolJob:
     """Stop a job for good: at its next commit, saved, if it runs.
+
+    Returns:
+        The job as it was.
 
     Raises:
         RunError: there is no such job, or it has ended.
@@ -93,6 +95,7 @@ def cancel(pool: PoolFolder, job: str) -> None:
     if known[job].outcome:
         raise RunError(f"{job} has ended: it is {known[job].outcome}.")
     ask(pool.folder, CancelAsked(job))
+    return known[job]
 
 
 def check_key(key: str) -> None:
@@ -157,9 +160,7 @@ def _written(pool: PoolFolder, job: JobSpec, key: str) -> tuple[str, bool]:
             continue
         text = spec_file.dump(msgspec.structs.replace(job, name=name))
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with open(os.open(pool.jobs / f"{name}.toml", flags, PRIVATE), "w") as file:
-                file.write(text)
+            create_plain(pool.jobs / f"{name}.toml", text, PRIVATE)
         except FileExistsError:
             continue
         except OSError as error:

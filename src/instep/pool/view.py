@@ -8,7 +8,16 @@ from typing import Any
 import msgspec
 
 from instep.pool.flows import AFTER_END, FAILED, verdict
-from instep.pool.jobs import ENDED, RUNNING, STOPPING, FlowNeeds, PoolJob, PoolState
+from instep.pool.jobs import (
+    COMMAND,
+    ENDED,
+    RUNNING,
+    STOPPING,
+    WAITING,
+    FlowNeeds,
+    PoolJob,
+    PoolState,
+)
 from instep.pool.policy import plan, speed, start_in_s
 from instep.units import readable_count, readable_seconds
 
@@ -68,7 +77,7 @@ def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> lis
         if end := _ends(job):
             lines.append(f"ends    {end}")
     elif job.status == STOPPING:
-        lines.append("next    it stops at its next commit, and is saved")
+        lines.append(f"next    it {how_it_ends(job)}")
     elif job.status == ENDED:
         lines += [f"why     {line}" for line in job.why.splitlines()]
     else:
@@ -90,6 +99,15 @@ def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> lis
             when = "not known yet" if soon is None else f"in about {readable_seconds(soon)}"
             lines.append(f"starts  {when}")
     return lines
+
+
+def how_it_ends(job: PoolJob) -> str:
+    """Say what becomes of a job that is to stop."""
+    if job.status == WAITING:
+        return "will not start"
+    if job.kind == COMMAND:
+        return "is asked to end, and killed if it has not after ten seconds"
+    return "stops at its next commit, and is saved"
 
 
 def _after_needs(needs: FlowNeeds) -> str:

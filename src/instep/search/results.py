@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from instep.control.stop_rules import PRUNED
+from instep.errors import SpecError, near_miss
 from instep.job.search import Value
 from instep.job.spec import JobSpec
 from instep.report.figures.summary import summarise
@@ -75,6 +76,20 @@ def result_of(run: RunFolder, job: JobSpec) -> Result:
         why = summary["rule_text"] or f"its last validation has no finite {metric}"
         return found._replace(state="failed", value=None, why=why)
     return found
+
+
+def check_metric(run: RunFolder, metric: str) -> None:
+    """Refuse a search for a metric that the validations of a run that is over do not have.
+
+    Raises:
+        SpecError: there are validations, and they have others.
+    """
+    known = {name for validation in run.validations for name in validation["metrics"]}
+    if known and metric not in known:
+        raise SpecError(
+            f"search.metric = {metric!r}: no validation of {run.path} reports that. "
+            f"{near_miss(metric, known)}"
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -25,7 +25,15 @@ from instep.search.clients import Clients, job_file, log_of
 from instep.search.plan import trial_job
 from instep.search.pruning import bounds_of
 from instep.search.record import SearchRecord
-from instep.search.results import Result, ToldTrial, best_of, is_over, name_of, result_of
+from instep.search.results import (
+    Result,
+    ToldTrial,
+    best_of,
+    check_metric,
+    is_over,
+    name_of,
+    result_of,
+)
 from instep.search.sampling import TrialSampler
 from instep.store.run_folder import RunFolder
 
@@ -122,6 +130,10 @@ class Search:
         """The number of the best trial that has completed."""
         return next(iter(best_of(self.results, self.upwards)), None)
 
+    @property
+    def _none_got_anywhere(self) -> bool:
+        return all(told.result.state == "failed" for told in self.results.values())
+
     def choose(self) -> None:
         """Choose the trials whose turn it is, and write them down."""
         width = self.job.search.width
@@ -150,7 +162,10 @@ class Search:
         with suppress(RunError):
             run = RunFolder(self.folder / name_of(number))
         if run is not None and is_over(run):
-            self.over(number, result_of(run, self.job))
+            result = result_of(run, self.job)
+            if result.state == "failed" and self._none_got_anywhere:
+                check_metric(run, self.job.stop.metric)
+            self.over(number, result)
             return
         if number in self._parked:
             self._parked.discard(number)
@@ -168,9 +183,7 @@ class Search:
         in_vain.append(step)
         self._least_wait[number] = time.monotonic() + 0.2 * len(in_vain)
         refused = REFUSED.get(code or 0)
-        if refused is not None and not any(
-            told.result.state != "failed" for told in self.results.values()
-        ):
+        if refused is not None and self._none_got_anywhere:
             raise refused(f"{name_of(number)}: {why}")
         if refused is not None or len(in_vain) >= MOST_FAILURES:
             why = why or f"its run ended {len(in_vain)} times at step {step}"

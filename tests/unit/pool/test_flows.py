@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.errors import RunError, SpecError
+from instep.errors import RunError, SpecError, WorkerError
 from instep.pool.decide import decide
 from instep.pool.flow_file import flow_of, is_flow
 from instep.pool.flow_submit import run_again, submit_flow
@@ -119,6 +119,12 @@ WRONG = {
         '[job.a]\ncommand = ["x"]\n[job.b]\ncommand=["x"]\nafter=["a"]\nwhen="a.metrics.x > 1"',
         "a reports no 'metrics.x'",
     ),
+    "infinite": (
+        '[job.a]\ncommand = ["x"]\n[job.b]\ncommand=["x"]\nafter=["a"]\nwhen="a.seconds < inf"',
+        "such as",
+    ),
+    "nul": ('[job.a]\ncommand = ["x", "a\\u0000"]', "a NUL character"),
+    "long": (f'[job.{81 * "a"}]\ncommand = ["x"]', "80 at most"),
     "key": ('[job.a]\ncommand = ["x"]\nbefore = ["b"]', "before"),
 }
 
@@ -189,6 +195,15 @@ def test_a_flow_comes_in_one_request_and_a_metric_that_nobody_reports_in_none(tm
     assert submit_flow(pool, path).name == "nightly-2"
     path.write_text(FLOW.replace("accuracy", "acuracy"))
     with pytest.raises(SpecError, match=r"of train reports 'acuracy'\. Did you mean 'accuracy'"):
+        submit_flow(pool, path)
+    path.write_text(FLOW.replace("file = ", "at_least = 99\nfile = "))
+    with pytest.raises(SpecError, match="--at-least 99"):
+        submit_flow(pool, path)
+    assert not (pool.jobs / "nightly-3.flow").exists()  # what is refused takes no name
+    path.write_text(FLOW)
+    (tmp_path / "bad.py").write_text("def recipe():\n    raise ValueError('no data')\n")
+    (tmp_path / "job.toml").write_text('recipe = "bad.py:recipe"\n[train]\nglobal_batch = 8\n')
+    with pytest.raises(WorkerError, match=r"\[job.train\]: .* ValueError: no data \(.*bad.py:2"):
         submit_flow(pool, path)
     assert len([*pending(pool.folder)]) == 3
     assert [line.split()[0] for line in job_lines(pool.state(), 1.0)][1:4] == [*sent.jobs]

@@ -11,10 +11,11 @@ from instep.job.file import build, dump
 from instep.search.live import LiveTrials
 from instep.search.plan import base_of, same_search, trial_job
 from instep.search.record import SearchRecord, locked
-from instep.search.results import Result, ToldTrial, best_of
+from instep.search.results import Result, ToldTrial, best_of, check_metric
 from instep.search.sampling import TrialSampler
 from instep.search.search import Search
-from made_up_runs import write_events, write_ledger
+from instep.store.run_folder import RunFolder
+from made_up_runs import make_run, write_events, write_ledger
 
 SPACE = {
     "arguments.lr": {"low": 1e-5, "high": 0.1, "log": True},
@@ -155,6 +156,13 @@ def test_a_search_knows_when_its_job_is_another(tmp_path):
     before = job_of()
     assert same_search(dump(before), job_of(trials=99, keep=1)) == ""
     assert "width" in same_search(dump(before), job_of(width=5))
+
+
+def test_a_metric_that_no_validation_has_is_refused(tmp_path):
+    run = RunFolder(make_run(tmp_path / "trial-000"))
+    check_metric(run, "accuracy")
+    with pytest.raises(SpecError, match=r"'acuracy': .* Did you mean 'accuracy'"):
+        check_metric(run, "acuracy")
 
 
 def test_a_search_has_one_process(tmp_path):

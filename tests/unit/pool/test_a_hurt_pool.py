@@ -1,0 +1,115 @@
+"""A pool whose disk is full or journal damaged, or which has a scheduler; jobs that end badly."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from instep import detached
+from instep.cli import main
+from instep.pool.jobs import PoolJob, PoolSpec
+from instep.pool.local_runs import LocalRuns
+from instep.pool.pool_file import PoolFolder
+from instep.pool.view import how_it_ends
+from made_up_runs import make_run
+
+
+@pytest.fixture
+def pool(tmp_path):
+    found = PoolFolder(tmp_path / "pool")
+    found.make(PoolSpec(cores=2))
+    (tmp_path / "recipe.py").touch()
+    (tmp_path / "job.toml").write_text('recipe = "recipe.py:recipe"\n')
+    return found
+
+
+def test_a_key_whose_job_could_not_be_written_still_submits_it(tmp_path, pool, monkeypatch):
+    words = ["submit", "--pool", str(pool.folder), "--key", "k", str(tmp_path / "job.toml")]
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        assert main(words) == 6
+    assert not [*pool.jobs.iterdir()]
+    assert main(words) == 0
+    (written,) = pool.jobs.iterdir()
+    assert "recipe.py:recipe" in written.read_text()
+    assert [*pool.state().jobs] == [written.stem]
+    assert main(words) == 0
+    assert [*pool.state().jobs] == [written.stem]
+
+
+def test_a_pool_is_not_said_to_have_started_if_its_journal_is_damaged(pool, monkeypatch, capsys):
+    monkeypatch.setattr(detached, "start", lambda *words: pytest.fail("started"))
+    (pool.folder / "pool.sqlite").write_bytes(b"SQLite format 4" + bytes(1000))
+    assert main(["pool", "--pool", str(pool.folder), "start"]) == 6
+    assert "not a database" in capsys.readouterr().err
+
+
+def test_a_pool_has_one_scheduler_whoever_started_it(pool, capsys):
+    with detached.holding(pool.lock) as alone, detached.holding(pool.lock) as mine:
+        assert alone
+        assert mine  # as one that was started with its file locked
+        assert detached.pid_of(pool.lock) == os.getpid()
+        pool.lock.write_text(f"{os.getppid()}\n")
+        for action in ("serve", "start"):
+            assert main(["pool", "--pool", str(pool.folder), action]) == 6
+            assert "has a scheduler already" in capsys.readouterr().err
+    assert not pool.scheduled
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from instep.pool.commands import run_command
+from instep.pool.jobs import PoolJob
+words = ("sh", "-c", "sh -c 'echo $$ > left; sleep 600; true'; true")
+job = PoolJob(id="a", share="a", at_least=1, at_most=1, command=words, folder=sys.argv[1])
+run_command(job, Path(sys.argv[1], "ending"))
+"""
+
+
+def test_of_a_command_that_is_cancelled_nothing_is_left(tmp_path):
+    running = subprocess.Popen([sys.executable, "-c", COMMAND, str(tmp_path)])
+    left = tmp_path / "left"
+    while not (left.exists() and left.read_text().strip()):
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    running.wait()
+    assert not (tmp_path / "ending").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(left.read_text()), 0)
+
+
+def test_a_run_that_diverged_has_failed_in_a_pool(tmp_path, pool):
+    make_run(tmp_path / "runs" / "a", nan_from=20)
+    make_run(tmp_path / "runs" / "b")
+    for name, diverged in (("a", "true"), ("b", "false")):
+        said = f'{{"diverged": {diverged}, "rule_text": null, "metrics": {{}}}}'
+        (tmp_path / "runs" / name / "summary.json").write_text(said)
+    jobs = [PoolJob(id=each, share="a", at_least=1, at_most=1) for each in ("a", "b")]
+    runs = LocalRuns(pool.jobs, pool.runs)
+    assert [runs.look(each)[5:7] for each in jobs] == [
+        ("failed", "its loss is not finite"),
+        ("completed", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "says"),
+    [
+        ("run", "waiting", "not start"),
+        ("run", "running", "next commit"),
+        ("command", "running", "killed"),
+    ],
+)
+def test_cancelling_says_what_becomes_of_the_job(kind, status, says):
+    job = PoolJob(id="a", share="a", at_least=1, at_most=1, kind=kind, status=status)
+    assert says in how_it_ends(job)
