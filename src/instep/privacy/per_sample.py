@@ -84,11 +84,12 @@ class PerSample:
             not finite counts as nothing.
 
         Raises:
-            RecipeError: the batch has something that is not of each sample, or a buffer moved.
+            RecipeError: the batch has something that is not of each sample, or a buffer or
+                parameter moved.
         """
         if self.batched is None:
             self._choose(batch, samples)
-        before = self._buffers()
+        before = self._versions()
         found = [torch.zeros_like(each, dtype=torch.float64) for each in self._parameters]
         for gradients in self._gradients(batch, samples):
             for total, each in zip(found, self._on_grid(gradients), strict=True):
@@ -97,11 +98,11 @@ class PerSample:
                     continue
                 for one in each:  # quicker where they are long, and as exact: they are whole
                     total += one
-        if self._buffers() != before:
+        if self._versions() != before:
             raise RecipeError(
-                "[privacy]: a buffer of the model changed in a forward pass, and what it holds "
-                "then follows from samples without noise. Use layers that keep nothing of their "
-                "inputs."
+                "[privacy]: a buffer or parameter of the model changed in a forward pass, and what "
+                "it holds then follows from samples without noise. Use layers that keep nothing of "
+                "their inputs."
             )
         return [each.to(torch.int32) for each in found]
 
@@ -156,8 +157,9 @@ class PerSample:
         pairs = zip(found, self._parameters, strict=True)
         return [torch.zeros_like(p) if each is None else each.clone() for each, p in pairs]
 
-    def _buffers(self) -> list[tuple[int, int]]:
-        return [(id(each), each._version) for each in self._model.buffers()]
+    def _versions(self) -> list[tuple[int, int]]:
+        held = (*self._model.buffers(), *self._model.parameters())
+        return [(id(each), each._version) for each in held]
 
     # ---- how
 
@@ -264,6 +266,11 @@ def refuse(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
             raise RecipeError(
                 f"[privacy]: {what} keeps means of its inputs, which would be published without "
                 "noise. Set track_running_stats=False."
+            )
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise RecipeError(
+                f"[privacy]: {what} shortens the rows that a batch reads (max_norm), without "
+                "noise. Leave max_norm out."
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise RecipeError(

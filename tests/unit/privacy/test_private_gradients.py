@@ -163,6 +163,7 @@ def test_what_looks_at_other_samples_or_remembers_them_is_refused_by_name():
         (nn.BatchNorm1d(5), "BatchNorm1d"),
         (nn.InstanceNorm1d(5, track_running_stats=True), "running"),
         (nn.Embedding(5, 5, sparse=True), "sparse"),
+        (nn.Embedding(5, 5, max_norm=1.0), "max_norm"),
         (nn.Linear(5, 5).double(), "float64"),
     ):
         with pytest.raises(RecipeError, match=name):
@@ -199,9 +200,17 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def test_a_buffer_that_moves_is_refused():
-    with pytest.raises(RecipeError, match="a buffer of the model changed"):
-        summed(Counting(), made("mlp")[1])
+class Growing(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight += x.sum()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Counting, lambda: Growing(5, 3)])
+def test_a_buffer_or_parameter_that_moves_is_refused(model):
+    with pytest.raises(RecipeError, match="a buffer or parameter of the model changed"):
+        summed(model(), made("mlp")[1])
 
 
 class Branching(nn.Module):
