@@ -86,7 +86,8 @@ def agreement(said: Mapping[str, list[float]], samples: int, norm: float | None)
         raise RecipeError(
             f"the weight of the whole global batch of {samples} samples is 0: there is nothing "
             "in it that the loss could be a mean of (all targets are ignored, say). Leave such "
-            "samples out of the dataset, or use a larger train.global_batch."
+            "samples out of the dataset, or make steps larger (train.global_batch, or "
+            "train.tokens_per_batch where that is set)."
         )
     scale = samples / weight if weight and weight != samples else 1.0
     return Agreement(

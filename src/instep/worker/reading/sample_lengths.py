@@ -7,6 +7,7 @@ says takes 4 bytes for each. Way in: `lengths_of`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,21 +109,41 @@ def _listed(name: str, given: Any, samples: int) -> ListedLengths:
             f"{name} has {len(given):,} values, and the dataset has {samples:,} samples: one for "
             "each is wanted, in their order."
         )
-    values = np.asarray(given)
-    return ListedLengths(_checked(name, values, np.arange(samples)).astype(np.int32))
+    return ListedLengths(_checked(name, _array_of(given), np.arange(samples)).astype(np.int32))
+
+
+def _array_of(given: Any) -> Any:
+    """Whole numbers as they are; else each as it was given."""
+    with suppress(ValueError):  # lists of unequal length
+        if (values := np.asarray(given)).dtype.kind in "iu":
+            return values
+    each = np.empty(len(given), object)
+    for number, value in enumerate(given):
+        each[number] = value
+    return each
 
 
 def _checked(name: str, values: Any, indices: Indices) -> Indices:
-    right = values.ndim == 1 and values.dtype.kind in "iu"
-    wrong = np.flatnonzero((values < 0) | (values >= 1 << 31)) if right else [0]
+    if values.ndim != 1:
+        wrong: Any = [0]
+    elif values.dtype.kind in "iu":
+        wrong = np.flatnonzero((values < 0) | (values >= 1 << 31))
+    else:
+        wrong = [at for at, value in enumerate(values) if not _is_length(value)]
     if len(wrong):
         at = int(wrong[0])
         raise DataError(
-            f"{name} is {str(values[at])[:40]} for sample {int(indices[at])}: a length is a whole "
-            "number from 0 on, such as the sample's tokens."
+            f"{name} is {repr(values[at : at + 1].tolist()[0])[:40]} for sample "
+            f"{int(indices[at])}: a length is a whole number from 0 on, below 2^31, such as the "
+            "sample's tokens."
         )
     found: Indices = values.astype(np.int64)
     return found
+
+
+def _is_length(value: Any) -> bool:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and 0 <= value < 1 << 31
 
 
 def _of_column(name: str, dataset: Any) -> Lengths:
