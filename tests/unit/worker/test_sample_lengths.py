@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from instep.errors import DataError
-from instep.worker.reading.sample_lengths import _listed
+from instep.errors import DataError, RecipeError
+from instep.worker.reading.sample_lengths import _called, _listed
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,8 @@ def test_the_sample_whose_length_is_wrong_is_named(wrong, shown):
 )
 def test_whole_numbers_are_lengths_in_any_container(given):
     assert _listed("Recipe.length", given, 3).values.tolist() == [5, 0, 3]
+
+
+def test_a_function_of_lengths_that_raises_is_named_with_the_sample():
+    with pytest.raises(RecipeError, match=r"Recipe.length\(dataset, 2\) raises IndexError: list"):
+        _called(lambda dataset, index: len(dataset[index]), [[1], [2]], np.array([0, 2]))

@@ -100,7 +100,16 @@ def lengths_of(job: JobSpec, recipe: Recipe) -> Lengths:
 
 def _called(given: Callable[[Any, int], Any], dataset: Any, chosen: Any) -> ListedLengths:
     indices = range(len(dataset)) if chosen is None else chosen.tolist()
-    return _listed("Recipe.length", [given(dataset, index) for index in indices], len(indices))
+    found = []
+    for index in indices:
+        try:
+            found.append(given(dataset, index))
+        except Exception as error:
+            raise RecipeError(
+                f"Recipe.length(dataset, {index}) raises {type(error).__name__}: {error}. It is "
+                "called with the dataset and each index, and returns the sample's length."
+            ) from error
+    return _listed("Recipe.length", found, len(indices))
 
 
 def _listed(name: str, given: Any, samples: int) -> ListedLengths:
