@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from instep.cli.parsing import Parser, add_changes, overrides_of, say_left_out
@@ -49,6 +50,20 @@ def _with_job(command: str, args: argparse.Namespace) -> str:
     return " ".join([command.replace(" JOB ", f" {shlex.quote(args.job)} "), *words])
 
 
+def _count(typed: str) -> int:
+    with suppress(ValueError):
+        if (found := int(typed)) >= 1:
+            return found
+    raise argparse.ArgumentTypeError(f"{typed!r}: wanted is a whole number from 1 on")
+
+
+def _seconds(typed: str) -> float:
+    with suppress(ValueError):
+        if (found := float(typed)) >= 0:
+            return found
+    raise argparse.ArgumentTypeError(f"{typed!r}: wanted is a number of seconds, such as 30")
+
+
 def plan_options(parser: Parser) -> None:
     """Options of `instep plan`."""
     parser.epilog = (
@@ -58,12 +73,12 @@ def plan_options(parser: Parser) -> None:
     add = parser.add_argument
     add("job", help="job file, TOML")
     add_changes(parser)
-    add("--hosts", type=int, default=0, metavar="N", help="so many hosts like this one")
+    add("--hosts", type=_count, default=0, metavar="N", help="so many hosts like this one")
     add("--rate", metavar="RATE", help="of each host's link, each way, such as 1gbit")
     text = "the hosts share the cores of this machine, as with `instep compare --hosts`"
     add("--emulated", action="store_true", help=text)
     text = "the most workers to look at (default: the hosts; on one, twice its cores)"
-    add("--most", type=int, default=0, metavar="N", help=text)
+    add("--most", type=_count, default=0, metavar="N", help=text)
     text = "hosts and link of an earlier plan: a file with what its --json printed"
     add("--machine", metavar="FILE", help=text)
     text = (
@@ -71,4 +86,4 @@ def plan_options(parser: Parser) -> None:
     )
     add("--runs", default="runs", help=text)
     text = "after so many seconds no further way is probed (default: %(default)s)"
-    add("--seconds", type=float, default=30.0, metavar="S", help=text)
+    add("--seconds", type=_seconds, default=30.0, metavar="S", help=text)

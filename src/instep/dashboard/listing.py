@@ -37,6 +37,9 @@ _FORMAT = re.compile(rb"^format = (\d+)$", re.MULTILINE)
 
 Row = dict[str, Any]
 
+_MOST_OF_A_NAME = 255
+"""Bytes of the name of a folder."""
+
 
 class RunList:
     """Looks at a folder of runs, or at one run.
@@ -82,7 +85,9 @@ class RunList:
 
     def _is_mine(self, name: str) -> bool:
         plain = name not in ("", ".", "..") and not {"/", "\0"} & {*name}
-        return plain and not_utf8(name) is None and (not self._only or name == self._only)
+        if not plain or not_utf8(name) is not None or len(name.encode()) > _MOST_OF_A_NAME:
+            return False
+        return not self._only or name == self._only
 
     def search_of(self, name: str) -> SearchFigures:
         """A search by the name of its folder, which is here, or is this one.

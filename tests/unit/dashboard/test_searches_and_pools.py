@@ -79,7 +79,17 @@ def test_the_list_has_searches_and_their_trials_can_be_opened(runs):
 
 
 @pytest.mark.parametrize(
-    "name", ["away", "away/trial-000", "one/logs", "net-search/../one", "../net-search", "", "."]
+    "name",
+    [
+        "away",
+        "away/trial-000",
+        "one/logs",
+        "net-search/../one",
+        "../net-search",
+        "",
+        ".",
+        300 * "a",
+    ],
 )
 def test_no_search_and_no_trial_is_opened_that_a_link_or_a_path_upwards_leads_to(
     runs, tmp_path, name
