@@ -546,7 +546,7 @@ IN_A_RECIPE = {
         ["Recipe.train is a DataLoader that has batch_size = None", "the job needs single samples"],
     ),
     "a stream for a dataset": Part(
-        {"train": "iter([1])"}, ["Recipe.train is a list_iterator", "with a length and dataset[i]"]
+        {"train": "iter([1])"}, ["Recipe.train is a list_iterator", "whose __iter__ begins anew"]
     ),
     "an empty dataset": Part({"train": "[]"}, ["Recipe.train has length zero"]),
     "an empty dataset to validate on": Part(

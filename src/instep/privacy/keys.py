@@ -2,7 +2,8 @@
 
 All that a run must keep from others follows from 256 bits (`secret_files.py`). Each use has a key
 of its own (HKDF-SHA256), and a key gives words that nobody can tell from random ones without it
-(AES-256 in counter mode).
+(AES-256 in counter mode). The library for both is loaded when it is first needed: most runs have no
+secret.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import hmac
 from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from instep.privacy.secret_files import SECRET_BYTES
 
@@ -30,6 +28,9 @@ def derived(secret: bytes, purpose: str, *parts: int | bytes) -> bytes:
         parts: what the key is for, such as a commit's number and a digest. Each is written with its
             length, so that no two lists of parts give the same key.
     """
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
     info = [b"instep privacy 1", purpose.encode()]
     info += [each if isinstance(each, bytes) else str(each).encode() for each in parts]
     packed = b"".join(len(each).to_bytes(8, "big") + each for each in info)
@@ -45,6 +46,8 @@ def words(key: bytes, first: int, count: int) -> Words:
         first: an even number.
         count: how many.
     """
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
     assert first % 2 == 0, "a block has two words"
     counter = (first // 2).to_bytes(16, "big")
     encryptor = Cipher(algorithms.AES256(key), modes.CTR(counter)).encryptor()

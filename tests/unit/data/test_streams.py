@@ -14,6 +14,7 @@ from instep.data.reading.streams.part import GivenStream, StreamPart
 from instep.data.reading.streams.state import packed, unpacked
 from instep.data.reading.streams.stream import Stream
 from instep.data.reading.streams.turns import StreamPlan
+from instep.data.samples import last_read
 from instep.errors import DataError
 from instep.worker.reading.streamed import _check_heads
 
@@ -321,3 +322,9 @@ def test_an_iterator_of_its_own_may_have_the_state(tmp_path):
     assert part.sample(0, 30) == 90
     assert kept.nearest(0, 4).state is not None
     assert part.sample(0, 16) == 48
+
+
+def test_after_a_read_nothing_is_read():
+    """A worker that reads counts as hanging by the rule of reads."""
+    read(stream_of(Plain()), part=0, epoch=0, at=0)
+    assert last_read.own_read() is None

@@ -46,5 +46,7 @@ def test_workers_with_other_shards_do_not_train_together():
         sizes = [4, 6] if comm.rank == 1 else [5, 5]
         check_shards(comm, torch.device("cpu"), Windowed(sizes, 3, 1).digest)
 
-    with pytest.raises(RecipeError, match="rank 1 has the training set in other shards than rank"):
+    with pytest.raises(
+        RecipeError, match="rank 1 has the training set in other shards or parts than rank"
+    ):
         run_ranks(2, check)

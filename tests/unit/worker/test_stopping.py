@@ -24,6 +24,7 @@ from instep.job import file as spec_file
 from instep.job.train import StopSpec
 from instep.recipe.recipe import Recipe
 from instep.worker.loop.after_commit import AfterCommit
+from instep.worker.loop.profiling import StepProfiler
 from instep.worker.loop.stopping import Stopping, check_rules
 from instep.worker.passes.activity import Activity
 from instep.worker.training.training import Training
@@ -254,6 +255,7 @@ def went_back(master, step):
     observers = {"corruption": SimpleNamespace(go_back=go_back)}
     training.engine = SimpleNamespace(state=state, observers=observers, leave=lambda: None)
     training.member, training.activity = master.member, Activity()
+    training._profiler = StepProfiler(master.member, training.activity)
     training.after = AfterCommit.__new__(AfterCommit)
     training.after._stopping = master.stopping
     master.member.broken = lambda error, *, holds: None

@@ -103,8 +103,7 @@ class StreamPart:
         self._begun: OpenWindow | None = None
         self._serves, self._served = (-1, 0), 0
         """The window that is used, and how many samples of it were."""
-        self._passes, self._in_pass = 0, 0
-        self._believes = True  # in states
+        self._passes, self._in_pass, self._believes = 0, 0, True  # in states
         self._wrong: DataError | None = None  # that will not go away
 
     def sample(self, epoch: int, count: int) -> Any:
@@ -283,6 +282,7 @@ class StreamPart:
             self._passes, self._in_pass = self._passes + 1, 0
             self._set_epoch(self._passes)
             self._samples = iter(self._dataset)
+        self._reads.clear()
         return rows
 
     def _next_number(self, more: int) -> int:
