@@ -88,8 +88,10 @@ def test_a_search_on_a_pool_shrinks_is_killed_and_has_the_same_trials(
     call("submit", tmp_path / "urgent.toml", "--priority", 5, "--at-most", 1, *where)
     until(lambda: bool(pool.state().jobs["urgent"].outcome))
     assert not pool.state().jobs["net"].outcome
-    parked = RunFolder(folder / "trial-001")
-    assert parked.outcome == "interrupted" or len(parked.times.sessions) > 1  # it gave its core
+    parked, urgent = RunFolder(folder / "trial-001"), RunFolder(tmp_path / "runs" / "urgent")
+    had_ended = parked.times.sessions[0][1] <= urgent.times.sessions[0][0]
+    gave = parked.outcome == "interrupted" or len(parked.times.sessions) > 1
+    assert gave or had_ended  # two cores never had three workers
     until(lambda: pid_of(pool.jobs / "net.lock") is not None)
     client = pid_of(pool.jobs / "net.lock")
     assert client is not None
