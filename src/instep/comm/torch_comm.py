@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo
 
 from instep.comm.base import Work
-from instep.comm.direct import swap
-from instep.comm.torch_work import MessageWork, SumWork, TorchWork, Waiter, broken, is_mine
+from instep.comm.direct import all_gather, begun, swap
+from instep.comm.torch_work import MessageWork, SumWork, TorchWork, Waiter, is_mine
 from instep.errors import PeerError
 
 NO_TIMEOUT = timedelta(days=1)
@@ -123,27 +123,22 @@ class TorchComm:
         assert out.numel() == self._size * part.numel(), "out has room for the parts of all"
         into, own = _bytes(out), _bytes(part)
         if self._swaps(own.numel()):
-            return self._swapped(into, [own] * self._size)
+            return self._message(lambda group: all_gather(group, into, own, _SWAPS))
         return self._begin(lambda group: group._allgather_base(into, own))
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
         """Begin to collect the parts for this rank."""
         assert out.numel() == parts.numel(), "both have one part for each rank"
         into, own = _bytes(out), _bytes(parts)
-        if self._swaps(own.numel() // self._size):
-            return self._swapped(into, own.view(self._size, -1))
-        return self._begin(lambda group: group.alltoall_base(into, own, [], []))
+        if not self._swaps(own.numel() // self._size):
+            return self._begin(lambda group: group.alltoall_base(into, own, [], []))
+        got, sent = into.view(self._size, -1), own.view(self._size, -1)
+        got[self._rank].copy_(sent[self._rank])
+        return self._message(lambda group: swap(group, lambda to: sent[to], list(got), _SWAPS))
 
     def _swaps(self, each: int) -> bool:
         """Check that gloo's own way is slower than messages, of parts of so many bytes."""
         return self._apart and each >= _LARGE and not self._in_stream
-
-    def _swapped(self, into: Tensor, parts: Sequence[Tensor] | Tensor) -> Work:
-        """Begin to send each rank its part."""
-        got, own = list(into.view(self._size, -1)), parts[self._rank]
-        if got[self._rank].data_ptr() != own.data_ptr():
-            got[self._rank].copy_(own)
-        return self._message(lambda group: swap(group, lambda to: parts[to], got, _SWAPS))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy rank `root`'s tensor to every rank."""
@@ -173,10 +168,7 @@ class TorchComm:
 
     def _started(self, start: Callable[[Any], Any]) -> Any:
         assert self._group is not None, "the group is closed"
-        try:
-            return start(self._group)
-        except RuntimeError as error:
-            raise broken(error) from error
+        return begun(lambda: start(self._group))
 
     def _is_interrupted(self) -> bool:
         return self._interrupted
