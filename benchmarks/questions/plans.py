@@ -30,25 +30,25 @@ def memory(what: str) -> Ask:
     return ask
 
 
-RUN = "a real run"
+RUN, AGAIN = "a real run", "plan(-again)?"
 
 QUESTIONS = (
     Question(
         "mean error of a planned step",
         "plan",
-        "plan",
+        AGAIN,
         of_steps("mean_error"),
         RUN,
         most=8,
         unit=" %",
     ),
     Question(
-        "planned steps within 20 %", "plan", "plan", of_steps("within_20"), RUN, least=95, unit=" %"
+        "planned steps within 20 %", "plan", AGAIN, of_steps("within_20"), RUN, least=95, unit=" %"
     ),
     Question(
         "runs inside the interval of their plan",
         "plan",
-        "plan",
+        AGAIN,
         of_steps("inside_interval"),
         RUN,
         least=85,
@@ -57,17 +57,17 @@ QUESTIONS = (
     Question(
         "how much slower than the fastest the chosen way is, mean",
         "plan",
-        "plan",
+        AGAIN,
         of_steps("mean_regret"),
         "the fastest way",
         most=2,
         unit=" %",
     ),
-    Question("whether several workers pay, right", "plan", "plan", pays, RUN, least=98, unit=" %"),
+    Question("whether several workers pay, right", "plan", AGAIN, pays, RUN, least=98, unit=" %"),
     Question(
         "mean error of planned memory",
         "plan",
-        "plan-memory",
+        "plan-memory(-again)?",
         memory("mean_error"),
         "most resident memory of the process",
         most=8,
