@@ -63,7 +63,7 @@ def submit(args: argparse.Namespace) -> int:
             f"--again: {args.job} is no flow. To resume its run: instep resume RUN; to run the job "
             "anew: submit it once more."
         )
-    name, new = submit(
+    name, new, saves = submit(
         pool,
         Path(args.job),
         overrides_of(args),
@@ -76,9 +76,12 @@ def submit(args: argparse.Namespace) -> int:
     if not pool.scheduled:
         say_aside(f"note    the pool has no scheduler: instep pool --pool {args.pool} start")
     if args.json:
-        print(json.dumps({"job": name, "run": str(pool.runs / name), "new": new}))
+        table = {"job": name, "run": str(pool.runs / name), "new": new, "saves": saves or None}
+        print(json.dumps(table))
         return 0
     say(f"job     {name}{'' if new else ' was submitted before'}   {pool.runs / name}")
+    if saves and new:
+        say(f"saves   every {saves}, as the job has no checkpoint.every")
     say(f"next    instep explain {name}{_where(args)}")
     return 0
 
@@ -167,15 +170,18 @@ explain_options = cancel_options
 
 def list_jobs(args: argparse.Namespace) -> int:
     """The jobs of a pool."""
+    from instep.pool.notice import notice_in
     from instep.pool.pool_file import PoolFolder
     from instep.pool.view import as_tables, job_lines, pool_lines
 
     pool = PoolFolder(Path(args.pool))
-    state = pool.state()
+    state, notice = pool.state(), notice_in(pool.folder)
     if args.json:
+        if pool.scheduled and notice:
+            say_aside(f"note    {notice}")
         print(json.dumps(as_tables(state)))
         return 0
-    for line in [*pool_lines(state, pool.scheduled), *job_lines(state)]:
+    for line in [*pool_lines(state, pool.scheduled, notice), *job_lines(state)]:
         say(line)
     return 0
 
@@ -261,7 +267,7 @@ def _serve(args: argparse.Namespace, pool: object) -> int:
 
 
 def _command(args: argparse.Namespace, pool: object) -> int:
-    from instep.pool.commands import run_command
+    from instep.pool.commands.running import run_command
     from instep.pool.local_runs import LocalRuns
     from instep.pool.pool_file import PoolFolder
 

@@ -48,11 +48,25 @@ def search(args: argparse.Namespace) -> int:
         if args.workers is not None:
             raise SpecError("--workers and --workers-file both say how many. Leave one out.")
         capacity = Path(args.workers_file)
+        _check_workers_file(capacity)
     with _shown(live=not args.json and sys.stderr.isatty()) as (tell, look):
         found = run_search(
             path, overrides, runs, name=args.name, capacity=capacity, tell=tell, look=look
         )
     return _say_found(found, args)
+
+
+def _check_workers_file(path: Path) -> None:
+    """Refuse a file without a number now; later it may be gone for a moment."""
+    try:
+        if int(path.read_text()) < 1:
+            raise ValueError("it says less than 1")
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise SpecError(
+            f"--workers-file {path}: {why}. Write a whole number from 1 on into it: how many "
+            "workers the trials may have."
+        ) from None
 
 
 @contextmanager

@@ -129,6 +129,8 @@ def _check(path: Path, spec: FlowSpec, name: str, job: FlowJob) -> None:
     where = f"{path}: [job.{name}]"
     if bool(job.file) == bool(job.command):
         raise SpecError(f"{where} needs a `file` or a `command`, one of them.")
+    if not job.share.isprintable():
+        raise SpecError(f"{where} share = {job.share!r}: has a line break or a control character.")
     if any("\0" in word for word in job.command):
         raise SpecError(f"{where} command: a word has a NUL character, which no program can get.")
     for key in ("set", "at_least", "at_most"):

@@ -38,7 +38,7 @@ from instep.pool.jobs import (
 )
 from instep.pool.pool_file import PoolFolder
 from instep.pool.requests import ask
-from instep.pool.submit import bounds_of, check_key, settled
+from instep.pool.submit import bounds_of, check_key, check_share, chosen_every, loaded
 from instep.store.folder import numbered
 
 
@@ -66,12 +66,14 @@ def submit_flow(
     """
     check_key(key)
     spec = flow_of(path)
+    share = share or getpass.getuser()
+    check_share("--share", share)
     jobs = _jobs(path, spec)
     _check_metrics(path, spec, jobs)
-    share = share or getpass.getuser()
     for each, job in jobs.items():  # refused ones take no name
         asked = spec.job[each]
-        bounds_of(pool, job, asked.at_least, asked.at_most, asked.share or share)
+        where = f"{path}: [job.{each}]"
+        bounds_of(pool, job, asked.at_least, asked.at_most, asked.share or share, where)
     name, new = _claimed(pool, spec, path, key)
     wanted = [
         _pool_job(pool, path, spec, jobs, name, each, priority=priority, share=share)
@@ -121,7 +123,7 @@ def _jobs(path: Path, spec: FlowSpec) -> dict[str, JobSpec]:
     found = {}
     for name, each in spec.job.items():
         if each.file:
-            job = settled(spec_file.load(path.parent / each.file, each.set))
+            job = loaded(path.parent / each.file, each.set)
             if job.search.space:
                 raise SpecError(
                     f"{path}: [job.{name}] file has [search.space], and a search is no part of a "
@@ -193,7 +195,8 @@ def _pool_job(
         more = {"command": tuple(words), "folder": str(path.parent.resolve()), "kind": COMMAND}
     else:
         unit = jobs[name].mesh.ranks
-        least, most = bounds_of(pool, jobs[name], each.at_least, each.at_most, share)
+        least, most = bounds_of(pool, jobs[name], each.at_least, each.at_most, share, where)
+        more = {"saves": chosen_every(path.parent / each.file, each.set)}
     return PoolJob(
         id=f"{flow}-{name}",
         share=share,

@@ -73,6 +73,8 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     flow: str = ""
     """The flow that it is part of."""
     needs: FlowNeeds | None = None
+    saves: str = ""
+    """Between its checkpoints, where the pool has chosen that."""
     attempt: int = 1
     """Counts how often somebody has asked for it to run."""
     status: str = WAITING

@@ -14,7 +14,7 @@ from instep import detached
 from instep.client.running import scale
 from instep.errors import InstepError, RunError, SpecError
 from instep.plain_file import read_plain
-from instep.pool.commands import ending_of
+from instep.pool.commands.running import ending_of
 from instep.pool.flow_file import METRICS, OF_A_RUN
 from instep.pool.jobs import COMMAND, SEARCH, PoolJob
 from instep.pool.run_events import RunEvents, RunPace

@@ -31,6 +31,11 @@ def pool_of(path: Path) -> PoolSpec:
         raise SpecError(f"there is no pool file {path}. {file_beside(path, '*.toml')}") from None
     except (OSError, ValueError) as error:  # of TOML, UTF-8 and the types too
         raise SpecError(f"{path} is not the file of a pool: {error}.") from None
+    for share in (*spec.shares, *spec.limits):
+        if not share.isprintable():
+            raise SpecError(
+                f"{path}: share {share!r}: has a line break or a control character. Leave it out."
+            )
     for share, weight in spec.shares.items():
         if not 0 < weight < float("inf"):
             raise SpecError(f"{path}: shares.{share} = {weight}: a weight needs to be above 0.")

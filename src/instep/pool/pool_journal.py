@@ -1,14 +1,19 @@
 """The journal of a pool: each event and the jobs that it changed, in one transaction.
 
 It is written before anything is done. Another scheduler begins with the state that it finds. Only
-the scheduler writes; others read. Way in: `PoolJournal`.
+the scheduler writes; others read. Each row ends with its checksum, and the last one says how many
+jobs there are, so a changed digit or a lost row is noticed. Way in: `PoolJournal`.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
-from contextlib import suppress
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -26,11 +31,18 @@ _TABLES = (
 )
 
 
+_END = re.compile(r" [0-9a-f]{8}")
+
+_Row = TypeVar("_Row")
+
+
 class _About(msgspec.Struct):
     """Facts beside the jobs."""
 
     used: dict[str, float] = {}
     at: float = 0.0
+    jobs: int | None = None
+    """How many there are; None in a row of an earlier version."""
 
 
 class PoolJournal:
@@ -48,10 +60,8 @@ class PoolJournal:
         self._path = folder / FILE
         if not write and not self._path.is_file():
             raise RunError(f"there is no pool in {folder}. Start one: instep pool start")
-        try:
+        with self._usable():
             self._rows = open_rows(self._path, _TABLES, version=VERSION, write=write)
-        except (OSError, sqlite3.Error) as error:
-            raise self._unusable(error) from None
 
     def close(self) -> None:
         """Close the file."""
@@ -59,42 +69,97 @@ class PoolJournal:
             self._rows.close()
 
     def load(self, state: PoolState) -> PoolState:
-        """The state with what is written."""
-        try:
-            rows = self._rows.execute("SELECT job FROM jobs ORDER BY rowid").fetchall()
+        """The state with what is written.
+
+        Raises:
+            RunError: it cannot be read, or is damaged.
+        """
+        with self._usable():
+            rows = self._rows.execute("SELECT id, job FROM jobs ORDER BY rowid").fetchall()
             about = self._rows.execute("SELECT about FROM about").fetchone()
-            jobs = [msgspec.json.decode(text, type=PoolJob) for (text,) in rows]
-            known = msgspec.json.decode(about[0], type=_About) if about else _About()
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
-            raise self._unusable(error) from None
-        return msgspec.structs.replace(
-            state, jobs={job.id: job for job in jobs}, used=known.used, at=known.at
-        )
+        jobs = {id: self._checked(f"job {id}", text, PoolJob) for id, text in rows}
+        known = self._checked("all jobs", about[0], _About) if about else _About()
+        if known.jobs not in (None, len(jobs)):
+            raise self._damaged(f"it has {len(jobs)} jobs, and had {known.jobs}")
+        return msgspec.structs.replace(state, jobs=jobs, used=known.used, at=known.at)
+
+    def check(self) -> None:
+        """Check all events too, which nobody reads again.
+
+        Raises:
+            RunError: one cannot be read, or is damaged.
+        """
+        with self._usable():
+            for number, text in self._rows.execute("SELECT number, event FROM events"):
+                self._checked(f"event {number}", text, msgspec.Raw)
 
     def write(self, event: PoolEvent, before: PoolState, after: PoolState) -> None:
-        """Write an event, and what it has changed."""
+        """Write an event, and what it has changed: all of it, or nothing.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         changed = [
-            (job.id, msgspec.json.encode(job).decode())
+            (job.id, _summed(f"job {job.id}", job))
             for job in after.jobs.values()
             if before.jobs.get(job.id) is not job
         ]
-        about = msgspec.json.encode(_About(dict(after.used), after.at)).decode()
+        about = _summed("all jobs", _About(dict(after.used), after.at, len(after.jobs)))
+        with self._usable():
+            try:
+                self._rows.execute("BEGIN IMMEDIATE")
+                (last,) = self._rows.execute("SELECT max(number) FROM events").fetchone()
+                number = (last or 0) + 1
+                self._rows.execute(
+                    "INSERT INTO events VALUES (?, ?, ?)",
+                    (number, after.at, _summed(f"event {number}", event)),
+                )
+                self._rows.executemany(
+                    "INSERT INTO jobs VALUES (?, ?) "
+                    "ON CONFLICT (id) DO UPDATE SET job = excluded.job",
+                    changed,
+                )
+                self._rows.execute("INSERT OR REPLACE INTO about VALUES (1, ?)", (about,))
+                self._rows.execute("COMMIT")
+            except sqlite3.Error:
+                with suppress(sqlite3.Error):
+                    self._rows.execute("ROLLBACK")
+                raise
+
+    def _checked(self, name: str, text: str, kind: type[_Row]) -> _Row:
+        """The value of a row; rows of earlier versions have no checksum."""
+        value, end = text, ""
+        if _END.fullmatch(text[-9:]):
+            value, end = text[:-9], text[-8:]
         try:
-            self._rows.execute("BEGIN IMMEDIATE")
-            self._rows.execute(
-                "INSERT INTO events (time, event) VALUES (?, ?)",
-                (after.at, msgspec.json.encode(event).decode()),
-            )
-            self._rows.executemany(
-                "INSERT INTO jobs VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET job = excluded.job",
-                changed,
-            )
-            self._rows.execute("INSERT OR REPLACE INTO about VALUES (1, ?)", (about,))
-            self._rows.execute("COMMIT")
-        except sqlite3.Error as error:
-            with suppress(sqlite3.Error):
-                self._rows.execute("ROLLBACK")
+            if end and int(end, 16) != _sum(name, value):
+                raise ValueError("it does not match its checksum")
+            return msgspec.json.decode(value, type=kind)
+        except ValueError as error:  # msgspec's too
+            raise self._damaged(f"{name}: {error}") from None
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from None
 
     def _unusable(self, error: Exception) -> RunError:
         return RunError(f"{self._path} cannot be used: {error}. Make room, or get access to it.")
+
+    def _damaged(self, why: str) -> RunError:
+        return RunError(
+            f"{self._path} is damaged: {why}. Put a copy of it back, or move it away: then `instep "
+            "pool start` begins without jobs, and runs that go on do so."
+        )
+
+
+def _summed(name: str, value: object) -> str:
+    """A row's text: the value, and the checksum of its name and it."""
+    text = msgspec.json.encode(value).decode()
+    return f"{text} {_sum(name, text):08x}"
+
+
+def _sum(name: str, text: str) -> int:
+    return zlib.crc32(f"{name} {text}".encode())

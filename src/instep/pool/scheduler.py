@@ -119,10 +119,10 @@ class PoolScheduler:
                     RunSeen(job.id, sight.workers, sight.step, sight.steps, sight.left_s), now
                 )
         elif sight.outcome or job.status == STOPPING or job.id in self._known:
-            self._known.discard(job.id)
-            self._asked.pop(job.id, None)
             ended = ClientEnded(job.id, sight.outcome, sight.why, sight.step, sight.results)
             self.take(ended, now)
+            self._known.discard(job.id)  # once that is journaled: else its end would be forgotten
+            self._asked.pop(job.id, None)
         # else another scheduler was to start it, and this one does
 
     def _do(self, job: PoolJob, now: float) -> None:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +24,22 @@ from instep.store.folder import numbered
 
 _KEY = re.compile(r"[A-Za-z0-9._-]+")
 
+LONGEST_SHARE = 80
+
+EVERY = "30s"
+"""Between checkpoints of a job that does not say `checkpoint.every`: so much is computed again if
+its client is killed."""
+
+
+class JobSent(NamedTuple):
+    """A job that a pool has."""
+
+    id: str
+    """Also the name of its run."""
+    new: bool
+    saves: str
+    """Between its checkpoints, where the pool has chosen that; else empty."""
+
 
 def submit(
     pool: PoolFolder,
@@ -34,7 +51,7 @@ def submit(
     at_most: int | None = None,
     share: str = "",
     key: str = "",
-) -> tuple[str, bool]:
+) -> JobSent:
     """Leave a job for the pool's scheduler.
 
     Args:
@@ -47,20 +64,17 @@ def submit(
         share: of whom it uses the share; by default the user's name.
         key: the same key twice is one job.
 
-    Returns:
-        Its id, which is also the name of its run; and whether it is a new one.
-
     Raises:
         SpecError: the job is wrong, or can never run here.
     """
-    job = spec_file.load(path, overrides)
+    job, saves = loaded(path, overrides), chosen_every(path, overrides)
     kind = SEARCH if job.search.space else RUN
     if kind == SEARCH:
-        job = base_of(path, overrides)
+        job = settled(base_of(path, overrides))
         check_space(job)
-    job = settled(job)
     check_job(job)
     share = share or getpass.getuser()
+    check_share("--share", share)
     least, most = bounds_of(pool, job, at_least, at_most, share)
     check_key(key)
     name, new = _written(pool, job, key)
@@ -75,9 +89,10 @@ def submit(
             priority=priority,
             submitted=time.time(),
             key=key,
+            saves=saves,
         )
         ask(pool.folder, JobSubmitted(wanted))
-    return name, new
+    return JobSent(name, new, saves)
 
 
 def cancel(pool: PoolFolder, job: str) -> PoolJob:
@@ -108,10 +123,39 @@ def check_key(key: str) -> None:
         raise SpecError(f"--key {key!r}: letters, digits, '.', '_' and '-' only.")
 
 
+def check_share(where: str, share: str) -> None:
+    """Refuse the name of a share that no line can show.
+
+    Args:
+        where: it is given.
+        share: the name.
+
+    Raises:
+        SpecError: it says what a name can have.
+    """
+    if not share.isprintable() or len(share) > LONGEST_SHARE:
+        raise SpecError(
+            f"{where} {share!r}: a share's name has at most {LONGEST_SHARE} characters, and no "
+            "line breaks or other control characters."
+        )
+
+
 def bounds_of(
-    pool: PoolFolder, job: JobSpec, at_least: int | None, at_most: int | None, share: str
+    pool: PoolFolder,
+    job: JobSpec,
+    at_least: int | None,
+    at_most: int | None,
+    share: str,
+    where: str = "",
 ) -> tuple[int, int]:
     """The least and the most workers of a job.
+
+    Args:
+        pool: whose cores and limits they have to fit.
+        job: of which they are.
+        at_least, at_most: as they are asked for.
+        share: of the job.
+        where: they are asked for, in a file of which the sentences are to speak.
 
     Raises:
         SpecError: it can never have them.
@@ -122,21 +166,40 @@ def bounds_of(
     usable = trials * job.most_workers
     least = at_least if at_least is not None else unit
     most = at_most if at_most is not None else usable
-    for name, value in (("--at-least", least), ("--at-most", most)):
+    names = [f"{where} at_{each} =" if where else f"--at-{each}" for each in ("least", "most")]
+    for name, value in zip(names, (least, most), strict=True):
         if value < 1 or value % unit or value > usable:
             raise SpecError(
                 f"{name} {value}: this job can have 1 to {usable} workers"
                 + (f", in multiples of {unit}." if unit > 1 else ".")
             )
     if least > most:
-        raise SpecError(f"--at-least {least} is more than --at-most {most}.")
+        raise SpecError(f"{names[0]} {least} is more than {names[1]} {most}.")
     room = min(cores, pool.empty.limits.get(share, cores))
     if least > room:
         raise SpecError(
-            f"--at-least {least}: share {share} of this pool has at most {room} workers. Ask for "
+            f"{names[0]} {least}: share {share} of this pool has at most {room} workers. Ask for "
             "fewer, or start the pool with more."
         )
     return least, most
+
+
+def chosen_every(path: Path, overrides: Collection[str] = ()) -> str:
+    """The `checkpoint.every` that a pool chooses for a job; empty if the job has its own."""
+    section = spec_file.read_table(path).get("checkpoint", {})
+    told = any(each.partition("=")[0].strip() == "checkpoint.every" for each in overrides)
+    return "" if told or not isinstance(section, dict) or "every" in section else EVERY
+
+
+def loaded(path: Path, overrides: Collection[str] = ()) -> JobSpec:
+    """Read a job as a pool runs it: also saved in between, whatever its length.
+
+    Raises:
+        SpecError: the job is wrong, or not for a pool.
+    """
+    every = chosen_every(path, overrides)
+    more = [f'checkpoint.every="{every}"'] if every else []
+    return settled(spec_file.load(path, [*more, *overrides]))
 
 
 def settled(job: JobSpec) -> JobSpec:

@@ -22,10 +22,12 @@ from instep.pool.policy import plan, speed, start_in_s
 from instep.units import readable_count, readable_seconds
 
 
-def pool_lines(state: PoolState, scheduled: bool) -> list[str]:
-    """The cores and shares of a pool."""
+def pool_lines(state: PoolState, scheduled: bool, notice: str = "") -> list[str]:
+    """The cores and shares of a pool, and what its scheduler has to say."""
     working = "" if scheduled else "   no scheduler: instep pool start"
     lines = [f"pool    {state.held} of {state.cores} cores busy{working}"]
+    if scheduled and notice:
+        lines.append(f"note    {notice}")
     shares = sorted({job.share for job in state.jobs.values() if job.status != ENDED})
     total = sum(state.weight(share) for share in shares)
     for share in shares:
@@ -70,6 +72,10 @@ def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> lis
     """Why a job is where it is, and until when."""
     now = time.time() if now is None else now
     lines = [f"{job.id}   {state_of(job)}   share {job.share}, priority {job.priority}"]
+    if job.saves and job.status != ENDED:
+        lines.append(
+            f"saves   every {job.saves}, as the pool says: the job has no checkpoint.every"
+        )
     if job.status == RUNNING:
         lines.append(f"workers {job.held} of {job.at_most}, {job.at_least} at least")
         if job.fixed:

@@ -93,6 +93,7 @@ def run_search(
                 f"{folder} has a search of another job: {changed}. Choose another --name, or give "
                 "the job as it was."
             )
+        _check_trials(trials, len(record.results()))
         record.keep_about({"job": spec_file.dump(job)})
         search: Search
         search = Search(
@@ -156,6 +157,15 @@ def _check(job: JobSpec, folder: Path) -> None:
     check_space(job)
     if (folder / "job.toml").exists() or (folder.exists() and not _is_search(folder)):
         raise RunError(f"{folder} exists and is not a search. Choose another --name.")
+
+
+def _check_trials(trials: int, told: int) -> None:
+    """Refuse fewer trials than there are results: they cannot be taken back."""
+    if trials < told:
+        raise SpecError(
+            f"search.trials = {trials}: this search has {told} trials that are over already. "
+            f"Ask for {told} or more, or begin another search with --name."
+        )
 
 
 def _is_search(folder: Path) -> bool:

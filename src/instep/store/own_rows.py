@@ -5,12 +5,14 @@ What lies in them their owners know: the record of a search, the journal of a po
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 from instep.errors import RunError
-from instep.plain_file import check_plain
+from instep.plain_file import beside_of, check_plain
 
 
 def open_rows(
@@ -28,20 +30,45 @@ def open_rows(
         A connection in which each statement is a transaction, unless one is begun.
 
     Raises:
-        RunError: another version of instep wrote the file.
+        RunError: another version of instep wrote the file, or it is empty.
         OSError, sqlite3.Error: it cannot be used.
     """
     check_plain(path)
+    if write and not path.exists():
+        _make(path, tables, version)
+    if path.stat().st_size == 0:  # it never was when it was made
+        raise RunError(
+            f"{path} is empty, so what it had is lost. Put a copy of it back, or delete it to "
+            "begin anew."
+        )
     name = f"{path.absolute().as_uri()}?mode={'rwc' if write else 'ro'}"
     rows = sqlite3.connect(name, uri=True, isolation_level=None)
     (found,) = rows.execute("PRAGMA user_version").fetchone()
-    if found not in ({0, version} if write else {version}):
+    if found != version:
         rows.close()
         raise RunError(f"{path} was written by another version of instep.")
     if write:
         rows.execute("PRAGMA journal_mode = WAL")
         rows.execute("PRAGMA synchronous = FULL")
-        for table in tables:
-            rows.execute(table)
-        rows.execute(f"PRAGMA user_version = {version}")
     return rows
+
+
+def _make(path: Path, tables: Iterable[str], version: int) -> None:
+    """Make the file at once: nobody ever sees one without its tables."""
+    beside = beside_of(path)
+    try:
+        beside.unlink(missing_ok=True)
+        with closing(sqlite3.connect(beside, isolation_level=None)) as rows:
+            rows.execute("BEGIN")
+            for table in tables:
+                rows.execute(table)
+            rows.execute(f"PRAGMA user_version = {version}")
+            rows.execute("COMMIT")
+        beside.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        beside.unlink(missing_ok=True)

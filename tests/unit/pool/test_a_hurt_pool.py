@@ -67,7 +67,7 @@ def test_a_pool_has_one_scheduler_whoever_started_it(pool, capsys):
 COMMAND = """
 import sys
 from pathlib import Path
-from instep.pool.commands import run_command
+from instep.pool.commands.running import run_command
 from instep.pool.jobs import PoolJob
 words = ("sh", "-c", "sh -c 'echo $$ > left; sleep 600; true'; true")
 job = PoolJob(id="a", share="a", at_least=1, at_most=1, command=words, folder=sys.argv[1])

@@ -197,7 +197,7 @@ def test_a_flow_comes_in_one_request_and_a_metric_that_nobody_reports_in_none(tm
     with pytest.raises(SpecError, match=r"of train reports 'acuracy'\. Did you mean 'accuracy'"):
         submit_flow(pool, path)
     path.write_text(FLOW.replace("file = ", "at_least = 99\nfile = "))
-    with pytest.raises(SpecError, match="--at-least 99"):
+    with pytest.raises(SpecError, match=r"\[job.train\] at_least = 99: "):
         submit_flow(pool, path)
     assert not (pool.jobs / "nightly-3.flow").exists()  # what is refused takes no name
     path.write_text(FLOW)

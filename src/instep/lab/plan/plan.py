@@ -317,14 +317,18 @@ def read_machines(file: Path) -> Machines:
         link = None
         if table.get("bits_per_s"):
             link = HostLink(float(table["bits_per_s"]), float(table.get("latency_s") or 1e-4))
+        hosts, host_cores = int(table["hosts"]), int(table["host_cores"])
+        if min(hosts, host_cores) < 1:
+            raise ValueError(f"{hosts} hosts of {host_cores} cores")
         return Machines(
-            int(table["hosts"]),
-            int(table["host_cores"]),
+            hosts,
+            host_cores,
             link,
             bool(table.get("emulated", False)),
             tuple(float(each) for each in table.get("speeds") or ()),
         )
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, AttributeError, TypeError, ValueError) as error:
+        why = f"it says no {error}" if isinstance(error, KeyError) else error
         raise SpecError(
-            f"--machine {file}: it is not what `instep plan --json` prints ({error})."
+            f"--machine {file}: it is not what `instep plan --json` prints ({why})."
         ) from None

@@ -1,0 +1,1 @@
+"""Plain commands as jobs of a pool, and all that they start."""
