@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,10 @@ def data(args: argparse.Namespace) -> int:
     from instep.report.terminal.dataset import dataset_lines, sample_lines
 
     folder = Path(args.of)
+    if args.duplicates:
+        raise SpecError(
+            f"--duplicates compares the two sides of a job, and {args.of!r} is no job file (.toml)."
+        )
     if not folder.exists():
         raise SpecError(f"there is no folder {args.of!r}. {file_beside(folder, '*')}")
     manifest = read_manifest(folder)
@@ -150,7 +155,7 @@ def _of_job(args: argparse.Namespace) -> int:
 
     job = load(Path(args.of), args.set)
     prepare_data(job, quiet=False, here=True)
-    about = about_data(job, args.sample)
+    about = about_data(job, args.sample, _comparing if args.duplicates else None)
     table = about.as_table()
     lines = job_lines(table)
     if args.sample is not None:
@@ -167,6 +172,12 @@ def _of_job(args: argparse.Namespace) -> int:
             f"set of {args.of} is in none of this machine. Leave it out."
         )
     return _told(args, table, lines, here if args.verify else {})
+
+
+def _comparing(samples: int) -> Callable[[], None]:
+    from instep.prepare.progress import Progress
+
+    return Progress("compared", samples, say_aside).step
 
 
 def _told(
@@ -229,4 +240,6 @@ def data_options(parser: Parser) -> None:
     add("--html", metavar="FILE", help="draw it, as a page to look at in a browser")
     text = "compare every sample of the folder, or of the job's folders, with its checksum"
     add("--verify", action="store_true", help=text)
+    text = "compare all samples of a job's two sides by content (default: 2,000 of each)"
+    add("--duplicates", action="store_true", help=text)
     add_set(parser)

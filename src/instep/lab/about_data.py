@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from instep.data.parts.cut import parts_order
+from instep.data.reading.streams.stream import Stream
 from instep.data.samples.duplicates import Duplicates, duplicates
 from instep.data.shard_sizes import Lot
 from instep.data.shards.sets import sets_in
 from instep.data.shards.urls.remote import use_cache
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
-from instep.lab.look import look
+from instep.lab.look import every_content, look
 from instep.recipe.build import call
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MOST_READ, MOST_MEASURED = 2000, 500
 """Samples of each side whose contents are compared; that are read for lengths without a split."""
+
+Told = Callable[[], None]
 
 MOST_ASKED = 20_000
 """Samples that a function of labels is called for."""
@@ -51,7 +54,7 @@ class AboutData(NamedTuple):
     classes: tuple[dict[str, int], dict[str, int]] | None
     """How often each label is on each side; None where nobody says the labels."""
     twins: Duplicates | None
-    """What is on both sides, of at most `MOST_READ` samples of each."""
+    """What is on both sides: of all samples, or of at most `MOST_READ` of each."""
     parts: list[DataPart]
     lengths: list[PartLengths]
     """Sizes of what differs in length, in samples of the training side."""
@@ -81,16 +84,20 @@ class AboutData(NamedTuple):
         }
 
 
-def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
+def about_data(
+    job: JobSpec, sample: int | None = None, compare: Callable[[int], Told] | None = None
+) -> AboutData:
     """Look at the dataset of a job.
 
     Args:
         job: the job; its paths are absolute.
         sample: which sample of the training side is shown; it has to be on this machine.
+        compare: compare the contents of all samples of both sides, not of a choice. It is called
+            with their number, and gives what is called after each.
 
     Raises:
         InstepError: the recipe cannot be called, or its dataset not be divided.
-        SpecError: there is no such sample.
+        SpecError: there is no such sample, or nothing to compare.
     """
     use_cache(job.data.cache, job.data.cache_gb)
     made = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
@@ -101,7 +108,9 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
         raise SpecError(f"--sample {sample}: the training side has {samples:,} samples.")
     trained = look(recipe.train, job.seed, MOST_READ if validated else MOST_MEASURED)
     twins = None
-    if validated:
+    if compare:
+        twins = _of_all(recipe, compare)
+    elif validated:
         twins = duplicates(trained.contents, look(recipe.validate, job.seed, MOST_READ).contents)
     labels = _labels(job, made, split)
     return AboutData(
@@ -119,6 +128,21 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
         read=trained.first,
         why_no_classes="" if labels else _why_no_labels(job, made),
     )
+
+
+def _of_all(recipe: Recipe, compare: Callable[[int], Told]) -> Duplicates:
+    if not recipe.validate:
+        raise SpecError(
+            "--duplicates compares the samples to train on with those to validate on, and there "
+            "are none. Give the job a split, or Recipe(validate=...), or leave it out."
+        )
+    if isinstance(recipe.train, Stream):
+        raise SpecError(
+            "--duplicates reads all samples, and a stream may have no end. Leave it out: the "
+            f"contents of {MOST_READ:,} are compared."
+        )
+    told = compare(len(recipe.train) + len(recipe.validate))
+    return duplicates(every_content(recipe.train, told), every_content(recipe.validate, told))
 
 
 def _labels(job: JobSpec, recipe: Recipe, split: SplitData) -> Callable[[int], Hashable] | None:

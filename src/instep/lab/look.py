@@ -1,7 +1,8 @@
-"""A look at a few samples of a dataset, each read once: their contents, and how long they are."""
+"""A look at samples of a dataset, each read once: their contents, and how long a few are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -41,3 +42,19 @@ def look(dataset: Any, seed: int, most: int) -> FewSamples:
             found.sizes.append(sizes_of(sample))
             found.contents.append((index, content_of(sample)))
     return found
+
+
+def every_content(dataset: Any, told: Callable[[], None]) -> Iterator[tuple[int, int]]:
+    """Read all samples in order: (position, content) of each that has a content.
+
+    Args:
+        dataset: with a length.
+        told: is called after each.
+    """
+    for index in range(len(dataset)):
+        content = None
+        with suppress(Exception):
+            content = content_of(dataset[index])
+        if content is not None:
+            yield index, content
+        told()

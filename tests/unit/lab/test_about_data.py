@@ -64,6 +64,24 @@ def test_sides_classes_and_what_is_on_both(job, capsys):
     assert "leaks      1 of 10 samples to validate on are among 30 to train on" in out
 
 
+def test_all_samples_are_compared_where_a_choice_shows_nothing(job, tmp_path, capsys):
+    made = job("[data]\nsplit = 'blocks'\nvalidation = 0.5\n")
+    many = RECIPE.replace("40", "9000").replace("[39]", "[8999]")
+    (tmp_path / "net.py").write_text(many)
+    assert about_data(made).twins.twins == []  # 2,000 of 4,500 of each
+    assert main(["data", "job.toml", "--duplicates", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["on_both_sides"], said["compared"]) == (1, [4500, 4500])
+
+
+def test_comparing_all_samples_needs_two_sides(job, tmp_path, capsys):
+    job("")
+    assert main(["data", "job.toml", "--duplicates"]) == 2
+    assert "there are none" in capsys.readouterr().err
+    assert main(["data", str(tmp_path), "--duplicates"]) == 2
+    assert "is no job file" in capsys.readouterr().err
+
+
 OF_TEXT = RECIPE.replace(
     "train=TensorDataset(inputs, labels)",
     "train=[(torch.zeros(1 + 7 * n % 40, 3), 'x' * 300, n % 4) for n in range(40)]",

@@ -22,8 +22,17 @@ class Duplicates(NamedTuple):
 def duplicates(
     train: Iterable[tuple[int, int]], validation: Iterable[tuple[int, int]]
 ) -> Duplicates:
-    """Compare (position, content) of samples of two sides."""
-    trained, validated = sorted(train, reverse=True), sorted(validation)
-    first = {content: position for position, content in trained}
+    """Compare (position, content) of samples of two sides.
+
+    Those of the validation side are kept in memory, those of the training side only pass by.
+    """
+    validated = sorted(validation)
+    wanted = {content for _, content in validated}
+    first: dict[int, int] = {}
+    trained = 0
+    for position, content in train:
+        trained += 1
+        if content in wanted:
+            first[content] = min(position, first.get(content, position))
     twins = [(position, first[content]) for position, content in validated if content in first]
-    return Duplicates([len(trained), len(validated)], twins)
+    return Duplicates([trained, len(validated)], twins)
