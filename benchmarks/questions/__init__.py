@@ -6,7 +6,7 @@ A file for each part of the page. To add a question, measure it with a script th
     python docs/make_benchmarks.py
 """
 
-from questions import data, failures, networks, plans, private, replicas, speed, watching
+from questions import data, failures, networks, plans, pool, private, replicas, speed, watching
 from questions.base import Question
 
 PARTS: dict[str, tuple[Question, ...]] = {
@@ -17,5 +17,6 @@ PARTS: dict[str, tuple[Question, ...]] = {
     "Data": data.QUESTIONS,
     "Watching": watching.QUESTIONS,
     "Planning": plans.QUESTIONS,
+    "A pool of machines": pool.QUESTIONS,
     "Privacy": private.QUESTIONS,
 }

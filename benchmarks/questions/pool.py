@@ -1,0 +1,80 @@
+"""How soon a pool starts a job, and how well it divides its cores."""
+
+from typing import Any
+
+from questions.base import Answer, Ask, Question, found
+
+
+def latency(of: str) -> Ask:
+    """Median seconds of a thing that was done several times; 95 % of them for the spread."""
+
+    def ask(result: Any) -> Answer:
+        seen, load = result[of], result["load"]
+        spread = f"95 % within {seen['p95_s']:.2f} s, load before {load[0]:.1f} on two cores"
+        return found(seen["median_s"], " s", 2, spread)
+
+    return ask
+
+
+def urgent(result: Any) -> Answer:
+    seen = result["urgent"]
+    return found(seen["p95_s"], " s", 2, f"median {seen['median_s']:.2f} s")
+
+
+def decision(result: Any) -> Answer:
+    seen = result["decisions"]
+    spread = f"95 % within {seen['p95_ms']:.0f} ms; {seen['jobs']:,} jobs, {seen['cores']:,} cores"
+    return found(seen["median_ms"], " ms", 0, spread)
+
+
+def fairness(result: Any) -> Answer:
+    worst = [100 * each["worst_hour_off"] for each in result["fairness"]]
+    return found(worst, " points", 1, f"{len(worst)} workloads of hours")
+
+
+def busy(result: Any) -> Answer:
+    every = [result[name]["least_busy"] for name in ("two_cores", "sixteen_cores")]
+    return found([100 * each for each in every], " %", 1, "simulated, 2 and 16 cores")
+
+
+LATENCY, POLICY = "pool-latency(-quiet)?", "pool-policy(-again)?"
+
+QUESTIONS = (
+    Question(
+        "submit to first step, with a free core",
+        "pool",
+        LATENCY,
+        latency("submitted"),
+        "the start of the command",
+        most=1.0,
+        unit=" s",
+    ),
+    Question(
+        "first step of an urgent job on a full pool, 95 % of them",
+        "pool",
+        LATENCY,
+        urgent,
+        "the start of the command",
+        most=2,
+        unit=" s",
+    ),
+    Question(
+        "a killed scheduler has its pool again",
+        "pool",
+        LATENCY,
+        latency("attached"),
+        "the start of the next one",
+        most=1,
+        unit=" s",
+    ),
+    Question("a decision", "pool", POLICY, decision, most=50, unit=" ms"),
+    Question(
+        "a share off its due in the worst saturated hour",
+        "pool",
+        POLICY,
+        fairness,
+        most=3,
+        unit=" points",
+    ),
+    Question("cores busy while anything fits", "pool", POLICY, busy, least=95, unit=" %"),
+)
