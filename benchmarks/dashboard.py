@@ -81,13 +81,19 @@ class Served:
         return bytes(self._request("GET", path, None, {"Cookie": self.cookie}).read())
 
     def cpu_s(self) -> float:
-        """CPU seconds so far."""
-        used = psutil.Process(self.process.pid).cpu_times()
-        return float(used.user + used.system)
+        """CPU seconds so far, of the server and of the process that keeps it."""
+        found = [each.cpu_times() for each in self._processes()]
+        return float(sum(used.user + used.system for used in found))
 
     def resident_mb(self) -> float:
-        """Memory, in MB."""
-        return float(psutil.Process(self.process.pid).memory_info().rss) / 1e6
+        """Memory of both, in MB; what they share counts once."""
+        keeper, *servers = self._processes()
+        resident = sum(each.memory_info().rss for each in servers)
+        return float(resident + keeper.memory_full_info().uss) / 1e6
+
+    def _processes(self) -> list[psutil.Process]:
+        keeper = psutil.Process(self.process.pid)
+        return [keeper, *keeper.children(recursive=True)]
 
     def close(self) -> None:
         """End it."""

@@ -1,10 +1,12 @@
 """The wheel, in an environment of its own: it installs, trains, and has its types."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,25 @@ def test_a_first_recipe_is_written_and_trains(environment, tmp_path):
     summary = json.loads(ran(instep, *words, "--json", cwd=tmp_path).splitlines()[-1])
     assert summary["outcome"] == "completed"
     assert (tmp_path / "runs/table/report.html").is_file()
+
+
+def test_its_page_in_the_browser_is_served_without_node(environment, tmp_path):
+    pytest.importorskip("uvicorn")
+    (tmp_path / "runs").mkdir()
+    words = [environment / "bin" / "instep", "dashboard", tmp_path / "runs", "--json"]
+    alone = {"PATH": str(environment / "bin")}
+    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, env=alone) as server:
+        try:
+            address = json.loads(server.stdout.readline())["link"].partition("#")[0]
+            with urllib.request.urlopen(address) as answer:
+                page = answer.read().decode()
+            names = re.findall(r'(?:src|href)="/(static/[^"]+)"', page)
+            assert len(names) > 6
+            for name in names:
+                with urllib.request.urlopen(address + name) as answer:
+                    assert len(answer.read(10)) == 10
+        finally:
+            server.terminate()
 
 
 def test_a_program_that_uses_it_is_checked_against_its_types(environment, tmp_path):

@@ -154,8 +154,7 @@ def dashboard(args: argparse.Namespace) -> int:
     def show(link: str) -> None:
         print(json.dumps({"link": link}) if args.json else f"open    {link}", flush=True)
 
-    serve(runs, listening, say=show, certificates=certificates, pool=pool)
-    return 0
+    return serve(runs, listening, say=show, certificates=certificates, pool=pool)
 
 
 def dashboard_options(parser: Parser) -> None:

@@ -9,5 +9,6 @@
     access.py      who may read it
     app.py, serve.py   the HTTP server
 
-`starlette` and `uvicorn` are imported in the last two only. Way in: `serve.serve`.
+`starlette` and `uvicorn` are imported in `app.py`, `guard.py` and `serve.py` only. Way in:
+`serve.serve`.
 """

@@ -5,7 +5,7 @@
     POST /session           buys a cookie with the token
     GET  /api/stream        all runs, as server-sent events; with ?run=NAME one of them, with
                             ?search=NAME a search, with ?pool the pool
-    GET  /api/alive         whether the session is known
+    GET  /api/alive         whether the session is known, and with one of these, that it is there
     GET  /api/compare       curves and settings of runs: ?run=A&run=B
 
 All answers have the headers of `access.py`, which sees each request first. Way in: `make_app`.
@@ -17,8 +17,9 @@ import asyncio
 import gzip
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from starlette.routing import Route
 from instep.dashboard.access import HEADERS, Access, Scope
 from instep.dashboard.compared import MOST_RUNS, compare
 from instep.dashboard.listing import RunList
-from instep.dashboard.watch import Feeds
+from instep.dashboard.watch import Feed, Feeds
 from instep.errors import InstepError
 
 Send = Callable[[Any], Awaitable[None]]
@@ -41,10 +42,11 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-OWN_FILES = ("page.css", "view.js", "page.js", "icon.svg", "index.html")
+OWN_FILES = ("page.css", "view.js", "stream.js", "page.js", "icon.svg", "index.html")
 CHART_FILES = ("uplot.css", "charts.css", "uplot.js", "charts.js")
 """Those that the report has too."""
 
+JSON = "application/json"
 _MOST_BODY = 4096
 
 
@@ -116,47 +118,59 @@ class RouteAnswers:
         cookie = self._access.exchange(body)
         if not cookie:
             return _refusal(403)
-        return Response(b"{}", media_type="application/json", headers={"set-cookie": cookie})
+        return Response(b"{}", media_type=JSON, headers={"set-cookie": cookie})
 
     async def stream(self, request: Request) -> Response:
         """Push what changes to a page."""
-        asked = request.query_params
         try:
-            if "run" in asked:
-                feed = self._feeds.of_run(asked["run"])
-            elif "search" in asked:
-                feed = self._feeds.of_search(asked["search"])
-            else:
-                feed = self._feeds.of_pool() if "pool" in asked else self._feeds.listing
+            feed = self._feed_of(request)
         except InstepError:
             return _refusal(404)
         return StreamingResponse(feed.messages(), media_type="text/event-stream")
 
+    def _feed_of(self, request: Request) -> Feed:
+        asked = request.query_params
+        if "run" in asked:
+            return self._feeds.of_run(asked["run"])
+        if "search" in asked:
+            return self._feeds.of_search(asked["search"])
+        return self._feeds.of_pool() if "pool" in asked else self._feeds.listing
+
     async def alive(self, request: Request) -> Response:
-        """Nothing; who has no session does not come here."""
-        return Response(b"{}", media_type="application/json")
+        """Say what is not there, as a page that gets no stream cannot; who has no session does not
+        come here."""
+        try:
+            self._feed_of(request)
+        except InstepError as error:
+            return Response(msgspec.json.encode({"error": str(error)}), 404, media_type=JSON)
+        return Response(b"{}", media_type=JSON)
 
     async def compare(self, request: Request) -> Response:
         """Several runs beside each other."""
         names = list(dict.fromkeys(request.query_params.getlist("run")))
-        try:
-            paths = [self._runs.path_of(name) for name in names[: MOST_RUNS + 1]]
-        except InstepError:
-            return _refusal(404)
-        if not 0 < len(paths) <= MOST_RUNS:
+        if not 0 < len(names) <= MOST_RUNS:
             return _refusal(400)
+        paths, missing = list[Path](), list[dict[str, str]]()
+        for name in names:
+            try:
+                paths.append(self._runs.path_of(name))
+            except InstepError as error:
+                missing.append({"name": name, "error": str(error)})
+        if not paths:
+            return _refusal(404)
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._executor, compare, paths)
-        return _packed_json(found, request)
+        return _packed_json({**found, "unread": [*missing, *found["unread"]]}, request)
 
 
 def _packed_json(value: Any, request: Request) -> Response:
     data, headers = msgspec.json.encode(value), {}
     if "gzip" in request.headers.get("accept-encoding", ""):
         data, headers = gzip.compress(data, 3), {"content-encoding": "gzip"}
-    return Response(data, media_type="application/json", headers=headers)
+    return Response(data, media_type=JSON, headers=headers)
 
 
+@cache
 def page_files() -> dict[str, tuple[bytes, bytes]]:
     """The files of the page by name, each plain and compressed."""
     found = {}

@@ -108,15 +108,16 @@ class LiveRun:
     ) -> None:
         self._figures = figures
         self.path, self._clock, self.logs = existing(path), clock, LogEnds(path)
+        self._begin()
+
+    def _begin(self) -> None:
+        path = self.path
+        self._job_file = self._job_key()
         try:
             self.job = job_of(path)
             self.spec = build(self.job, source=str(path / "job.toml"))
         except SpecError as error:
             raise RunError(f"{path} cannot be read as a run: {error}") from None
-        self._begin()
-
-    def _begin(self) -> None:
-        path = self.path
         self._events_tail = Tail(path / "events.jsonl")
         self._steps_tail = Tail(path / "steps.bin", STEPS.itemsize)
         self._early: EarlySteps | None = None
@@ -136,6 +137,10 @@ class LiveRun:
             self.progress = Progress(self.spec, self.path.name, lambda: self._now)
         self._caught_up = False
 
+    def _job_key(self) -> tuple[int, int, int]:
+        about = (self.path / "job.toml").stat()
+        return about.st_size, about.st_mtime_ns, about.st_ino
+
     def look(self) -> bool:
         """Read what is new; whether there was anything.
 
@@ -152,6 +157,8 @@ class LiveRun:
             raise RunError(f"{self.path} cannot be read: {error or 'it changes'}.") from None
 
     def _look(self) -> bool:
+        if self._job_key() != self._job_file:
+            raise Rewritten  # it was resumed with other settings, or is another run
         events = self._new_events()
         if not self._caught_up:
             self._catch_up(events)

@@ -24,11 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from instep.detached.kept import keep
 from instep.errors import SpecError
 
 LOOPBACK = "127.0.0.1"
 LAST_LOOK_S = 1.0
 """Seconds in which open pages are told how a run has ended, before the process beside it ends."""
+_LOOK_S = 0.05
 PORTS = range(8600, 8650)
 """The first free one is taken where none is given."""
 
@@ -125,8 +127,9 @@ def serve(
     secret: str = "",
     certificates: Path | None = None,
     pool: Path | None = None,
-) -> None:
-    """Serve until the process is interrupted.
+    beside: Callable[[], object] = lambda: None,
+) -> int:
+    """Serve until the process is interrupted; a server that is killed is replaced.
 
     Args:
         runs: a folder of runs, or of one.
@@ -135,21 +138,48 @@ def serve(
         secret: as of `Access`.
         certificates: folder of `instep certificates`, for HTTPS.
         pool: as of `RunList`.
+        beside: as of `keep`.
+
+    Returns:
+        The exit code.
     """
     import uvicorn
 
-    from instep.dashboard.access import Access
-    from instep.dashboard.app import make_app
-    from instep.dashboard.guard import GuardedProtocol
+    from instep.dashboard.access import Access, new_token
+    from instep.dashboard.app import make_app, page_files
+    from instep.dashboard.guard import GuardedProtocol  # noqa: F401  imported before the fork
     from instep.dashboard.listing import RunList
 
-    access = Access(at.hosts, at.scheme, at.port, token, lambda new: say(at.link(new)), secret)
+    page_files()  # read and compressed once, for all servers
+    secret = secret or new_token()
+
+    def serve_once(token: str, tell: Callable[[str], object]) -> None:
+        def used(new: str) -> None:
+            tell(new)
+            say(at.link(new))
+
+        access = Access(at.hosts, at.scheme, at.port, token, used, secret)
+        with ThreadPoolExecutor(2) as executor:
+            app: Any = make_app(RunList(runs, pool), access, executor)
+            with suppress(KeyboardInterrupt):
+                uvicorn.Server(_config(app, at, certificates)).run(sockets=[at.socket])
+
     if not token:
-        say(at.link(access.token))
-    with ThreadPoolExecutor(2) as executor, _tls(certificates, at) as options:
-        app: Any = make_app(RunList(runs, pool), access, executor)
+        token = new_token()
+        say(at.link(token))
+    return keep(serve_once, token, beside)
+
+
+def _config(app: Any, at: ListeningSocket, certificates: Path | None) -> Any:
+    """Settings of uvicorn, with its certificates loaded."""
+    import uvicorn
+
+    from instep.dashboard.guard import GuardedProtocol
+
+    with _tls(certificates, at) as options:  # the key lies in a file until it is loaded
         config = uvicorn.Config(
             app,
+            loop="asyncio",
             http=GuardedProtocol,
             ws="none",
             lifespan="off",
@@ -162,10 +192,9 @@ def serve(
             **options,
         )
         config.load()
-        if config.ssl is not None:
-            config.ssl.minimum_version = ssl.TLSVersion.TLSv1_3
-        with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[at.socket])
+    if config.ssl is not None:
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_3
+    return config
 
 
 @contextmanager
@@ -217,15 +246,15 @@ def _keep(
     over: threading.Event,
 ) -> None:
     """Start another server where one was killed; who was logged in stays so."""
-    process, pause_s = first, 0.1
-    while not over.wait(0.1):
+    process, pause_s = first, _LOOK_S
+    while not over.wait(_LOOK_S):
         if process.poll() is None:
             continue
-        if over.wait(pause_s):
+        if process.returncode >= 0 and over.wait(pause_s):
             return
-        pause_s = min(2 * pause_s, 5.0) if process.returncode >= 0 else 0.1
+        pause_s = min(2 * pause_s, 5.0) if process.returncode >= 0 else _LOOK_S
         with _started(at, {**about, "token": secrets.token_urlsafe(32)}) as process:
-            while process.poll() is None and not over.wait(0.1):
+            while process.poll() is None and not over.wait(_LOOK_S):
                 pass
 
 
@@ -258,8 +287,7 @@ def main() -> None:
     """Serve for the process that started this one, until it closes standard input."""
     about = json.loads(sys.stdin.readline())
     at = ListeningSocket(socket.socket(fileno=about["fd"]), "http", about["hosts"])
-    threading.Thread(target=_end_with_input, daemon=True).start()
-    serve(Path(about["runs"]), at, about["token"], secret=about["secret"])
+    serve(Path(about["runs"]), at, about["token"], secret=about["secret"], beside=_end_with_input)
 
 
 def _end_with_input() -> None:

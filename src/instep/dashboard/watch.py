@@ -134,6 +134,8 @@ class WatchedRun:
 
     def look(self) -> Sight | None:
         """See how it is."""
+        if not self._path.is_dir():
+            raise RunError(f"{self._path} was removed or renamed.")
         running = is_running(self._path)
         if not running and self._settles():
             key = self._key()
@@ -185,6 +187,8 @@ class Feed:
         self._sections: dict[str, Any] = {}
         self._encoded: dict[str, bytes] = {}
         self._charts: list[Chart] = []
+        self._last: Sight | None = None
+        self._failed = False
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.pages = 0
@@ -216,13 +220,21 @@ class Feed:
         loop = asyncio.get_running_loop()
         while self.pages:
             begun = loop.time()
-            try:
-                seen = await loop.run_in_executor(self._executor, self._source.look)
-            except Exception as error:  # a folder may hold anything, and others go on
-                seen = Sight({"error": {"text": why_unread(error)}}, [])
+            seen = await loop.run_in_executor(self._executor, self._look)
             if seen is not None:
                 self.show(seen)
             await asyncio.sleep(max(self._look_s - (loop.time() - begun), self._look_s / 4))
+
+    def _look(self) -> Sight | None:
+        """Look at the source; after an error, what was there before is new too."""
+        failed = self._failed
+        try:
+            seen = self._source.look()
+        except Exception as error:  # a folder may hold anything, and others go on
+            self._failed = True
+            return Sight({"error": {"text": why_unread(error)}}, [])
+        self._last, self._failed = seen or self._last, False
+        return self._last if failed else seen
 
     def show(self, seen: Sight) -> None:
         """Tell the pages what there is now, if it differs from before."""

@@ -1,18 +1,20 @@
 """Opens SQLite files of ours that have one writer and outlive it: what is written is on the disk.
 
-What lies in them their owners know: the record of a search, the journal of a pool.
+What lies in them their owners know: the record of a search, the journal of a pool. Who reads makes
+and changes nothing beside them, as SQLite itself would (the index of a write-ahead log).
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
 from instep.errors import RunError
-from instep.plain_file import beside_of, check_plain
+from instep.plain_file import beside_of, check_plain, plain
 
 
 def open_rows(
@@ -41,8 +43,7 @@ def open_rows(
             f"{path} is empty, so what it had is lost. Put a copy of it back, or delete it to "
             "begin anew."
         )
-    name = f"{path.absolute().as_uri()}?mode={'rwc' if write else 'ro'}"
-    rows = sqlite3.connect(name, uri=True, isolation_level=None)
+    rows = _connected(path, "mode=rwc") if write else _readable(path)
     (found,) = rows.execute("PRAGMA user_version").fetchone()
     if found != version:
         rows.close()
@@ -72,3 +73,36 @@ def _make(path: Path, tables: Iterable[str], version: int) -> None:
             os.close(folder)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _connected(path: Path, how: str) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+
+
+def _readable(path: Path) -> sqlite3.Connection:
+    """Open for reading, making and changing no file."""
+    log, index = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
+    try:
+        logged = log.lstat().st_size
+    except FileNotFoundError:
+        logged = 0
+    if not logged:  # its writer has closed it: all of it is in the file
+        return _connected(path, "immutable=1")
+    if index.exists():  # its writer has it open, or was killed
+        return _connected(path, "mode=ro&readonly_shm=1")
+    return _copied(path, log)
+
+
+def _copied(path: Path, log: Path) -> sqlite3.Connection:
+    """Read a file and its log into memory: a copy of a folder may lack the index."""
+    found = sqlite3.connect(":memory:", isolation_level=None)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (path, log):
+            with open(plain(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as source:
+                Path(folder, file.name).write_bytes(source.read())
+        copy = _connected(Path(folder, path.name), "mode=rw")
+        try:
+            copy.backup(found)
+        finally:
+            copy.close()
+    return found

@@ -223,6 +223,19 @@ def test_a_session_sees_runs_but_nothing_that_a_link_leads_to(server):
     assert b"root:" not in body
 
 
+def test_a_page_is_told_what_is_not_there_and_runs_beside_it_are_compared(server):
+    cookie = server.log_in()
+    for asked in ("run=none", "search=none", "pool"):
+        status, _, body = server.ask(f"/api/alive?{asked}", cookie=cookie)
+        assert status == 404
+        assert json.loads(body)["error"].startswith("there is no ")
+    assert server.ask("/api/alive?run=whole", cookie=cookie)[0] == 200
+    status, _, body = server.ask("/api/compare?run=whole&run=none&run=../secret", cookie=cookie)
+    found = json.loads(body)
+    assert found["runs"] == ["whole"]
+    assert [each["name"] for each in found["unread"]] == ["none", "../secret"]
+
+
 def test_names_are_data_and_the_scripts_never_make_markup_of_them(server):
     cookie = server.log_in()
     _, headers, body = server.ask("/api/stream", cookie=cookie)

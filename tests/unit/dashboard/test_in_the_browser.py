@@ -2,32 +2,19 @@
 
 import json
 import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import tarfile
-import time
 
 import pytest
 
 from instep.dashboard.serve import beside
 from instep.events import read_events
-from instep.report.figures.curves import charts
 from instep.report.page.page import write_report
 from instep.store.run_folder import RunFolder
 from made_up_runs import BEGIN_S, make_run, write_events
 from made_up_searches import make_pool, make_search
 
-api = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("playwright.sync_api")
 pytest.importorskip("starlette")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 ATTACK = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
 
 
@@ -47,14 +34,6 @@ def runs(tmp_path_factory):
     make_search(folder / "net-search")
     make_pool(folder.parent / "pool")
     return folder
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with api.sync_playwright() as tools:
-        found = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +104,66 @@ def test_a_search_and_the_pool_have_pages_that_lead_to_their_runs(opened):
     assert opened.said == []
 
 
+def test_a_run_that_is_not_there_is_said_and_shown_as_soon_as_it_is(opened, runs):
+    go(opened, "#/run/late", "h1:text-is('This run is not here')")
+    assert "There is no such run." in opened.locator("main").inner_text()
+    (make_run(runs / "late") / "run.id").write_text("late")
+    opened.wait_for_selector("h1:text-is('late')")
+    opened.wait_for_selector("figure[data-drawn]")
+    os.rename(runs / "late", runs.parent / "away")
+    opened.wait_for_selector("h1:text-is('This run cannot be read')")
+    os.rename(runs.parent / "away", runs / "late")
+    opened.wait_for_selector("figure[data-drawn]")
+    os.rename(runs / "late", runs.parent / "away")
+    go(opened, "#/compare/one/late", "figure[data-drawn]")
+    assert "late: there is no such run." in opened.locator("main").inner_text()
+    go(opened, "#/compare/late/later", ".cause")
+    assert "None of these runs is here." in opened.locator(".cause").inner_text()
+    for kind in ("search", "run"):
+        go(opened, f"#/{kind}/none", f"h1:text-is('This {kind} is not here')")
+    opened.get_by_role("link", name="All runs").click()
+    opened.wait_for_selector("td.name a")
+    opened.said[:] = [text for text in opened.said if "404" not in text]
+
+
+NAME_OF_THE_FOCUSED = """() => {
+  const focused = document.activeElement;
+  return focused.getAttribute("aria-label") || focused.innerText;
+}"""
+
+
+def test_all_can_be_done_with_the_keyboard(opened):
+    go(opened, "#/", "td.name a")
+    keys = opened.keyboard
+    opened.locator("a.mark").focus()
+    passed = []
+    for _ in range(40):
+        keys.press("Tab")
+        passed.append(opened.evaluate(NAME_OF_THE_FOCUSED))
+        outline = opened.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", passed[-1]
+        if passed[-1] == "select other":
+            break
+        if passed[-1] == "Filter runs":
+            keys.type("o")
+        if passed[-1] == "select one":
+            keys.press("Space")
+        if passed[-1] == "run":
+            keys.press("Enter")
+    assert passed[-1] == "select other"
+    assert opened.locator("th[aria-sort] button").inner_text() == "run"
+    keys.press("Space")
+    opened.locator("button", has_text="Compare 2").focus()
+    keys.press("Enter")
+    opened.wait_for_selector("figure[data-drawn]")
+    assert opened.url.endswith("#/compare/one/other")
+    opened.locator("input[name=x]").first.focus()
+    before = opened.locator("figure.chart").first.get_attribute("data-drawn")
+    keys.press("ArrowRight")
+    assert opened.locator("input[name=x]:checked").get_attribute("value") == "samples"
+    assert opened.locator("figure.chart").first.get_attribute("data-drawn") != before
+
+
 def test_no_request_leaves_the_machine_and_the_token_is_in_no_address(opened):
     own = opened.url.partition("#")[0]
     assert all(url.startswith(own) for url in opened.asked)
@@ -153,18 +192,6 @@ def test_curves_are_read_with_the_keyboard(opened):
     assert "step 3" in opened.locator("figure.chart figcaption .at").first.inner_text()
 
 
-@pytest.fixture(scope="module")
-def axe(tmp_path_factory):
-    """The text of axe-core, from npm."""
-    folder = tmp_path_factory.mktemp("axe")
-    words = ["npm", "pack", "axe-core@4.14.1", "--silent"]
-    if shutil.which("npm") is None or subprocess.run(words, cwd=folder, check=False).returncode:
-        pytest.skip("needs npm, and its registry")
-    (package,) = folder.glob("*.tgz")
-    with tarfile.open(package) as archive:
-        return archive.extractfile("package/axe.min.js").read().decode()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
 def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(opened, axe, scheme, width):
@@ -176,6 +203,7 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(opened, ax
         ("#/compare/one/other", "figure[data-drawn]"),
         ("#/search/net-search", "figure[data-drawn]"),
         ("#/pool", "h1:text-is('Pool')"),
+        ("#/run/none", "h1:text-is('This run is not here')"),
     ):
         go(opened, where, wait_for)
         opened.context.new_cdp_session(opened).send("Page.setBypassCSP", {"enabled": True})
@@ -223,59 +251,3 @@ def test_a_report_draws_its_curves_without_a_server_on_a_phone_and_on_paper(
     assert page.evaluate(wide + "<= document.querySelector('figure').clientWidth")
     assert (said, len(asked)) == ([], 1)
     page.close()
-
-
-def children(pid):
-    text = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    return [int(each) for each in text.stdout.split()]
-
-
-@pytest.mark.process
-def test_a_page_comes_back_after_each_of_fifty_kills_with_the_curve_of_the_report(
-    tmp_path, browser, record_property
-):
-    folder = tmp_path / "runs"
-    path = make_run(folder / "one", steps=20, outcome=None)
-    (path / "run.id").write_text("one")
-    code = f"""
-import sys
-from pathlib import Path
-from instep.dashboard.serve import beside
-with beside(Path({str(folder)!r}), lambda link: print(link, flush=True)):
-    sys.stdin.read()
-"""
-    words = [sys.executable, "-c", code]
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        page = browser.new_page()
-        page.goto(parent.stdout.readline().strip())
-        page.wait_for_selector("td.name a")
-        go(page, "#/run/one", "figure[data-drawn]")
-        page.evaluate(
-            """() => {
-              const show = Charts.Board.prototype.show;
-              Charts.Board.prototype.show = function (charts) {
-                window.shown = charts;
-                show.call(this, charts);
-              };
-            }"""
-        )
-        figure, took = page.locator("figure.chart").first, []
-        for steps in range(21, 71):
-            (server,) = children(parent.pid)
-            os.kill(server, signal.SIGKILL)
-            killed = time.monotonic()
-            longer = make_run(tmp_path / str(steps), steps=steps, outcome=None)
-            for name in ("ledger.bin", "steps.bin"):
-                os.replace(longer / name, path / name)
-            drawn = re.compile(rf"^{steps} 16$")
-            api.expect(figure).to_have_attribute("data-drawn", drawn, timeout=60_000)
-            took.append(time.monotonic() - killed)
-        record_property("back_s", sorted(took))
-        print(f"back after {sorted(took)[25]:.2f} s, at most {max(took):.2f} s")
-        shown = page.evaluate("window.shown")[0]["lines"]
-        whole = charts([RunFolder(path)])[0]["lines"]
-        assert [{**line, "run": 0} for line in shown] == whole
-        page.close()
-        parent.stdin.close()

@@ -1,64 +1,14 @@
 // Takes what the server pushes, and shows it: all runs, one run, or some beside each other.
 "use strict";
 (() => {
-  const { node, number, seconds } = Charts;
-  const main = document.getElementById("main"), where = document.getElementById("where"), link = document.getElementById("link");
+  const { node, number, seconds } = Charts, { Follower, Store, Stream, WORDS, say } = Streams;
+  const main = document.getElementById("main"), where = document.getElementById("where");
   let page = null;
 
-  const say = (text, bad) => { if (link.textContent !== text) link.textContent = text; link.className = bad ? "bad" : ""; };
   const address = (kind, names) => `#/${kind}/${names.map(encodeURIComponent).join("/")}`;
-
-  // One stream for each page that is seen; a tab in the background has none.
-  class Stream {
-    constructor(path, take) { Object.assign(this, { path, take, source: null, tries: 0 }); this.open(); }
-
-    open() {
-      if (this.source || document.hidden) return;
-      this.source = new EventSource(this.path);
-      this.source.onopen = () => { this.tries = 0; say("connected"); };
-      this.source.onmessage = (event) => this.take(JSON.parse(event.data));
-      this.source.onerror = () => this.lost();
-    }
-
-    close() {
-      clearTimeout(this.later);
-      if (this.source) this.source.close();
-      this.source = null;
-    }
-
-    async lost() {
-      this.close();
-      this.later = setTimeout(() => this.open(), Math.min(500 * 1.5 ** this.tries++, 3000));
-      try {
-        const answer = await fetch("/api/alive");
-        if (answer.status === 401) say("This browser has no session. Open the newest link that the terminal shows.", true);
-      } catch {
-        say("The dashboard does not answer. Start it again: instep dashboard", true);
-      }
-    }
-  }
-
-  // What a stream has said so far.
-  class Store {
-    constructor() { this.sections = {}; this.charts = []; }
-
-    take(message) {
-      const { sections, gone = [], charts, points = [] } = message;
-      if (message.whole) this.sections = {};
-      for (const name of gone) delete this.sections[name];
-      Object.assign(this.sections, sections);
-      if (charts) this.charts = charts;
-      for (const { chart, line, from, ...values } of points) {
-        const target = this.charts[chart].lines[line];
-        for (const name in values) { target[name].length = from; target[name].push(...values[name]); }
-      }
-      return new Set([...Object.keys(sections), ...(charts || points.length ? ["charts"] : [])]);
-    }
-  }
 
   class RunPage {
     constructor(name) {
-      this.store = new Store();
       document.title = `${name} · instep`;
       where.replaceChildren(node("span", "/"), node("span", name));
       const parts = this.parts = {};
@@ -74,7 +24,7 @@
       const grid = node("div", "", "grid");
       grid.append(...right.map((key) => add(key, titles[key])));
       main.replaceChildren(this.head, curves, ...left, grid);
-      this.stream = new Stream(`/api/stream?run=${encodeURIComponent(name)}`, (message) => this.show(this.store.take(message)));
+      this.follower = new Follower("run", `run=${encodeURIComponent(name)}`, (changed) => this.show(changed), go);
     }
 
     fill(key, content) {
@@ -83,8 +33,7 @@
     }
 
     show(changed) {
-      const s = this.store.sections;
-      if (s.error) { main.replaceChildren(node("h1", "This run cannot be read"), node("p", s.error.text, "cause")); return; }
+      const s = this.follower.sections, { charts } = this.follower;
       const has = (...names) => names.some((name) => changed.has(name));
       if (has("verdict", "status", "summary")) {
         const verdict = node("p", "", "verdict");
@@ -95,7 +44,7 @@
         this.some.hidden = s.read === null;
         this.some.textContent = s.read === null ? "" : `A long run: for now the curves have some of its steps. ${View.share(s.read)} of its records are read.`;
       }
-      if (has("charts")) { this.none.hidden = this.store.charts.length > 0; this.board.show(this.store.charts); }
+      if (has("charts")) { this.none.hidden = charts.length > 0; this.board.show(charts); }
       if (has("workers", "status")) this.fill("workers", View.workers(s.workers, s.status.state));
       if (has("events")) this.fill("events", [View.happened(s.events)]);
       if (has("audit", "summary")) {
@@ -116,13 +65,14 @@
       }
     }
 
-    close() { this.stream.close(); this.board.close(); }
+    get stream() { return this.follower.stream; }
+
+    close() { this.stream.end(); this.board.close(); }
   }
 
   // The trials of a search: how the best grew, and each key against the metric.
   class SearchPage {
     constructor(name) {
-      this.store = new Store();
       document.title = `${name} · instep`;
       where.replaceChildren(node("span", "/"), node("span", name));
       this.head = node("div", "", "head");
@@ -132,12 +82,11 @@
       this.trials = node("div", "");
       this.nextIn = node("div", "");
       main.replaceChildren(this.head, curves, View.section("Trials", this.trials), View.section("Next commands", this.nextIn));
-      this.stream = new Stream(`/api/stream?search=${encodeURIComponent(name)}`, (message) => { this.store.take(message); this.show(); });
+      this.follower = new Follower("search", `search=${encodeURIComponent(name)}`, () => this.show(), go);
     }
 
     show() {
-      const s = this.store.sections;
-      if (s.error) { main.replaceChildren(node("h1", "This search cannot be read"), node("p", s.error.text, "cause")); return; }
+      const s = this.follower.sections;
       const { search, trials } = s, verdict = node("p", "", "verdict");
       verdict.append(View.dot(s.verdict.mark), s.verdict.text);
       this.head.replaceChildren(node("h1", search.name), verdict);
@@ -150,20 +99,20 @@
       this.nextIn.replaceChildren(...s.next.map(View.copied));
     }
 
-    close() { this.stream.close(); this.board.close(); }
+    get stream() { return this.follower.stream; }
+
+    close() { this.stream.end(); this.board.close(); }
   }
 
   class PoolPage {
     constructor() {
-      this.store = new Store();
       document.title = "pool · instep";
       where.replaceChildren(node("span", "/"), node("span", "pool"));
-      this.stream = new Stream("/api/stream?pool", (message) => { this.store.take(message); this.show(); });
+      this.follower = new Follower("pool", "pool", () => this.show(), go);
     }
 
     show() {
-      const s = this.store.sections;
-      if (s.error) { main.replaceChildren(node("h1", "This pool cannot be read"), node("p", s.error.text, "cause")); return; }
+      const s = this.follower.sections;
       const head = node("div", "", "head"), verdict = node("p", "", "verdict");
       verdict.append(View.dot(s.verdict.mark), s.verdict.text);
       head.append(node("h1", "Pool"), verdict);
@@ -172,7 +121,9 @@
       main.replaceChildren(head, View.section("Shares", View.shares(s.shares, s.pool.cores)), View.section("Jobs", jobs), View.section("Next commands", ...s.next.map(View.copied)));
     }
 
-    close() { this.stream.close(); }
+    get stream() { return this.follower.stream; }
+
+    close() { this.stream.end(); }
   }
 
   class ListPage {
@@ -202,7 +153,7 @@
       this.metric.addEventListener("change", () => { for (const each of this.rows.values()) each.data = null; this.update(); });
       this.all.addEventListener("click", () => this.pickAll());
       this.compare.addEventListener("click", () => { location.hash = address("compare", [...this.picked]); });
-      this.stream = new Stream("/api/stream", (message) => { this.store.take(message); this.update(); });
+      this.stream = new Stream("", (message) => { this.store.take(message); this.update(); }, () => {});
     }
 
     heads() {
@@ -330,7 +281,7 @@
       this.compare.textContent = this.picked.size > 1 ? `Compare ${this.picked.size}` : "Compare";
     }
 
-    close() { this.stream.close(); }
+    close() { this.stream.end(); }
   }
 
   class ComparePage {
@@ -347,7 +298,12 @@
     async load() {
       const query = this.names.map((name) => `run=${encodeURIComponent(name)}`).join("&");
       const answer = await fetch(`/api/compare?${query}`).catch(() => null);
-      if (!answer || !answer.ok || this.closed) { if (!this.closed) say("These runs cannot be compared.", true); return; }
+      if (this.closed) return;
+      if (!answer || !answer.ok) {
+        const why = { ...WORDS, 404: "None of these runs is here.", 400: "Choose 1 to 250 runs." }[answer ? answer.status : 0];
+        main.replaceChildren(this.top, node("p", why || "These runs cannot be compared.", "cause"));
+        return;
+      }
       say("");
       const { runs, charts, settings, unread } = await answer.json();
       const curves = View.section("Curves");
