@@ -59,6 +59,18 @@ def seconds_in(text: str) -> float:
     return sum(float(number) * _SECONDS_IN[unit or "s"] for number, unit in parts)
 
 
+def bytes_in(text: str) -> int:
+    """`'4GB'` -> 4000000000; the units of `readable_bytes`, and a bare number is bytes.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    found = re.fullmatch(rf"({_NUMBER})\s*([kMGTP]?B)?", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no size in bytes, such as '64GB'")
+    return int(float(found[1]) * 1000 ** _BYTES.index(found[2] or "B"))
+
+
 def host_and_port(text: str) -> tuple[str, int]:
     """`'node1:2222'` -> `('node1', 2222)`.
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +17,8 @@ from instep.comm.protocol.endpoint import Endpoint
 from instep.job.file import build
 from instep.launch import LAUNCHERS
 from instep.launch.base import Elastic
+from instep.launch.join_folder import JoinFolder
+from instep.launch.pooled.launcher import Placed
 from instep.launch.ray.cluster import connect
 
 pytestmark = pytest.mark.process
@@ -26,10 +29,14 @@ TIMEOUT_S = 600.0
 LAUNCH = {
     "hosts": {"hosts": ["env"]},
     "ray": {"nodes": 1, "options": {"wait_s": TIMEOUT_S}},
+    "pool": {"address": "127.0.0.1"},
 }
 """What a launcher needs in `[launch]`, for one host."""
 
-EACH = [n if n != "slurm" else pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS]
+
+def each(*slow):
+    """The launchers, as parameters; some of them are slow tests."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in LAUNCHERS]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +66,17 @@ def launched(tmp_path, request, monkeypatch):
                 monkeypatch.setenv(key, value)
         before = children()
         table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
+        if name == "pool":
+            table["launch"] = {**table["launch"], "options": places(tmp_path)}
         job = build({**table, "launch": {**table["launch"], "on": name}, **more}, source="a test")
         made.append(LAUNCHERS[name].of(job))
         made[0].settled(job.launch)  # waits for machines that come by themselves
+        if name == "pool":
+            options = job.launch.options
+            gate = Path(options["gate"]).read_text()
+            place.enter_context(machine(gate, options["certificates"]))
+            until(lambda: made[0].ended() is None and not made[0]._machines._gate.missing)
+            before = children()
         made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
         return made[0], lambda: children() - before
 
@@ -79,6 +94,13 @@ def cluster(folder):
     certificates = str(folder / "certificates")
     master = f"127.0.0.1:{port}"
     return {"master": master, "workers": ["127.0.0.1:1"], "certificates": certificates}
+
+
+def places(folder):
+    """The options of a job of a pool of one host, with places for two workers."""
+    Placed(["here"], [2]).write(folder / "placed")
+    JoinFolder(folder / "certificates").prepare(1)
+    return {key: str(folder / key) for key in ("certificates", "placed", "gate")}
 
 
 @contextlib.contextmanager
@@ -121,7 +143,7 @@ def until(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", each("slurm", "pool"))
 def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name):
     launcher, started = launched(name)
     until(started)
@@ -132,7 +154,7 @@ def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name
     assert started() == set()
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", each("pool"))
 def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, name):
     launcher, started = launched(name)
     until(started)
@@ -152,9 +174,10 @@ def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, na
 
 
 @pytest.mark.tail
-@pytest.mark.parametrize("name", [n for n in LAUNCHERS if issubclass(LAUNCHERS[n], Elastic)])
+@pytest.mark.parametrize("name", ["ray", pytest.param("pool", marks=pytest.mark.slow)])
 def test_a_host_that_is_given_back_is_gone_at_once_and_may_be_given_back_again(launched, name):
     launcher, started = launched(name)
+    assert isinstance(launcher, Elastic)
     until(started)
     assert list(launcher.leaving()) == []
     for _ in range(2):  # a spare of it may have been there for a moment

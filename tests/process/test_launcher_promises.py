@@ -45,7 +45,7 @@ ON = {
 
 def each(*quick: str, cannot: str = "") -> list[object]:
     """The launchers, as parameters: those that are quick, and others, which are slow tests."""
-    there = [name for name in LAUNCHERS if name != cannot]
+    there = [n for n in LAUNCHERS if n not in (cannot, "pool")]  # test_hosts_of_a_pool.py has it
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in there]
 
 

@@ -20,7 +20,7 @@ START_S = 20.0
 
 
 def pool(args: argparse.Namespace) -> int:
-    """Share the cores of this machine among many jobs: start, look, stop."""
+    """Share the cores of this machine, or of several, among many jobs: start, look, drain, stop."""
     from instep.pool.pool_file import PoolFolder
 
     return int(_ACTIONS[args.action](args, PoolFolder(Path(args.pool))))
@@ -34,7 +34,8 @@ def pool_options(parser: Parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
     for name, text, example in (
         ("start", "start the scheduler of a pool, in the background", "pool.toml"),
-        ("status", "show the cores and shares of a pool, and its jobs", ""),
+        ("status", "show the cores, hosts and shares of a pool, and its jobs", ""),
+        ("drain", "move all workers of a host to others, and start nothing there", "node2"),
         ("stop", "stop the scheduler; jobs that run go on", ""),
         ("serve", "be the scheduler, until Ctrl-C", ""),
         ("command", "run the command of a job; the scheduler starts this", "nightly-prepare"),
@@ -44,6 +45,9 @@ def pool_options(parser: Parser) -> None:
         made.set_defaults(parser=made)
         if name == "command":
             made.add_argument("job", help="job of the pool")
+        if name == "drain":
+            made.add_argument("host", help="host of the pool, as its file names it")
+            made.add_argument("--undo", action="store_true", help="have it work again")
         if name == "start":
             text = "file of the pool, TOML (default: all cores, equal shares)"
             made.add_argument("file", nargs="?", help=text)
@@ -72,6 +76,7 @@ def submit(args: argparse.Namespace) -> int:
         at_most=args.at_most,
         share=args.share or "",
         key=args.key or "",
+        memory=_bytes(args.memory) if args.memory else 0,
     )
     if not pool.scheduled:
         say_aside(f"note    the pool has no scheduler: instep pool --pool {args.pool} start")
@@ -90,7 +95,7 @@ def _submit_flow(args: argparse.Namespace, pool: PoolFolder) -> int:
     """Give a flow to a pool, or what has failed of it once more."""
     from instep.pool.flow_submit import run_again, submit_flow
 
-    for option in ("at_least", "at_most", "set"):
+    for option in ("at_least", "at_most", "memory", "set"):
         if getattr(args, option):
             name = option.replace("_", "-")
             raise SpecError(
@@ -110,6 +115,15 @@ def _submit_flow(args: argparse.Namespace, pool: PoolFolder) -> int:
     return 0
 
 
+def _bytes(text: str) -> int:
+    from instep.units import bytes_in
+
+    try:
+        return bytes_in(text)
+    except ValueError as error:
+        raise SpecError(f"--memory: {error}.") from None
+
+
 def submit_options(parser: Parser) -> None:
     """Options of `instep submit`."""
     add = parser.add_argument
@@ -120,6 +134,8 @@ def submit_options(parser: Parser) -> None:
     add("--at-least", type=int, metavar="N", help=text)
     text = "workers that it may have (default: as many as there is work for)"
     add("--at-most", type=int, metavar="N", help=text)
+    text = "memory that a worker needs, on a pool whose hosts say theirs, such as 4GB"
+    add("--memory", metavar="SIZE", help=text)
     add("--share", help="whose share of the pool it uses (default: your name)")
     add("--key", help="the same key twice is one job, or one flow")
     text = "of the newest flow of this file, run only what has not completed"
@@ -172,7 +188,7 @@ def list_jobs(args: argparse.Namespace) -> int:
     """The jobs of a pool."""
     from instep.pool.notice import notice_in
     from instep.pool.pool_file import PoolFolder
-    from instep.pool.view import as_tables, job_lines, pool_lines
+    from instep.pool.view import as_tables, host_lines, job_lines, pool_lines
 
     pool = PoolFolder(Path(args.pool))
     state, notice = pool.state(), notice_in(pool.folder)
@@ -181,7 +197,8 @@ def list_jobs(args: argparse.Namespace) -> int:
             say_aside(f"note    {notice}")
         print(json.dumps(as_tables(state)))
         return 0
-    for line in [*pool_lines(state, pool.scheduled, notice), *job_lines(state)]:
+    above = [*pool_lines(state, pool.scheduled, notice), *host_lines(state)]
+    for line in [*above, *job_lines(state)]:
         say(line)
     return 0
 
@@ -225,7 +242,29 @@ def _start(args: argparse.Namespace, pool: object) -> int:
         print(json.dumps({"pool": str(pool.folder), "cores": pool.empty.cores}))
     else:
         say(f"pool    {pool.folder}: {pool.empty.cores} cores, runs in {pool.runs}")
+        for name, command in pool.joining().items():
+            say(f"host    {name}: {command}")
         say("next    instep submit job.toml")
+    return 0
+
+
+def _drain(args: argparse.Namespace, pool: object) -> int:
+    from instep.pool.jobs import DrainAsked
+    from instep.pool.pool_file import PoolFolder
+    from instep.pool.requests import ask
+
+    assert isinstance(pool, PoolFolder)
+    hosts = pool.state().hosts
+    if args.host not in hosts:
+        what = near_miss(args.host, hosts) if hosts else "It has the cores of this machine alone."
+        raise RunError(f"the pool has no host {args.host!r}. {what}")
+    ask(pool.folder, DrainAsked(args.host, not args.undo))
+    if args.json:
+        print(json.dumps({"host": args.host, "drained": not args.undo}))
+    else:
+        after = "works again" if args.undo else "gives its workers to others, at commits"
+        say(f"drain   {args.host} {after}")
+        say("next    instep pool status")
     return 0
 
 
@@ -281,6 +320,7 @@ def _command(args: argparse.Namespace, pool: object) -> int:
 _ACTIONS = {
     "start": _start,
     "status": lambda args, _: list_jobs(args),
+    "drain": _drain,
     "stop": _stop,
     "serve": _serve,
     "command": _command,

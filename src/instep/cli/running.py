@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -265,9 +265,12 @@ def join_run_options(parser: Parser) -> None:
 
 
 def host(args: argparse.Namespace) -> int:
-    """Let this machine join a run whose job file has [cluster], and work for it."""
+    """Let this machine join a run whose job file has [cluster], or a pool, and work for it."""
     from instep.comm.protocol.channel import Address
+    from instep.detached.warm import WarmStarts
     from instep.launch.joining import Machine
+    from instep.pool.hosts.attending import Attendance
+    from instep.system.processes import interrupt, on_signals
     from instep.units import host_and_port
 
     try:
@@ -276,12 +279,16 @@ def host(args: argparse.Namespace) -> int:
         raise SpecError(
             f"--join {args.join!r}: needs a machine and a port, such as node1:2220."
         ) from None
+    token_file = Path(args.token_file).absolute()
+    attends = Attendance(token_file, WarmStarts)
     machine = Machine(
         master,
-        Path(args.token_file).absolute(),
+        token_file,
         lambda text: say_aside(f"host    {text}"),
+        attends if args.stay else None,
     )
-    runs = machine.serve(stay=args.stay)
+    with closing(attends), on_signals(interrupt):
+        runs = machine.serve(stay=args.stay)
     if args.json:
         print(json.dumps({"runs": runs}))
     elif runs:
@@ -294,11 +301,12 @@ def host(args: argparse.Namespace) -> int:
 def host_options(parser: Parser) -> None:
     """Options of `instep host`."""
     add = parser.add_argument
-    text = "where the machine of `instep run` listens: cluster.master of the job"
+    text = "where it listens: cluster.master of the job, or listen of the pool"
     add("--join", required=True, metavar="ADDRESS", help=text)
-    text = "its token, as `instep run` or `instep certificates` wrote it; works once"
+    text = "its token, as the run, the pool or `instep certificates` wrote it; works once"
     add("--token-file", required=True, metavar="FILE", help=text)
-    add("--stay", action="store_true", help="stay for the next run, until it is interrupted")
+    text = "stay for the next run, until it is interrupted; needed in a pool"
+    add("--stay", action="store_true", help=text)
 
 
 def certificates(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instep.comm.protocol.endpoint import Endpoint
 from instep.comm.protocol.messages import HostEnded, HostsLeave
-from instep.launch.base import Elastic, Launcher
+from instep.launch.base import Elastic, Launcher, Placing
 from instep.plain_file import read_plain
 from instep.store.folder import host_log
 
@@ -44,6 +44,11 @@ class HostWatch:
     def gives_back(self) -> bool:
         """Whether hosts that are not needed may be ended."""
         return isinstance(self._launcher, Elastic)
+
+    @property
+    def places(self) -> list[int] | None:
+        """Workers that there is room for on each host, as it is now; None: any number."""
+        return self._launcher.places() if isinstance(self._launcher, Placing) else None
 
     def events(self) -> Iterator[HostEnded | HostsLeave]:
         """Those that have ended by themselves, once each; and those whose machines are about to go,

@@ -48,8 +48,13 @@ def published(run: Path, endpoint: Endpoint) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def scale(run: Path, workers: int) -> None:
+def scale(run: Path, workers: int, places: list[int] | None = None) -> None:
     """Change the number of workers of a running job, from one of its next steps on.
+
+    Args:
+        run: its folder.
+        workers: how many it is to have.
+        places: workers that there is room for on each host, where a pool decides that.
 
     Raises:
         RunError: there is no such run, or it is not running.
@@ -61,7 +66,7 @@ def scale(run: Path, workers: int) -> None:
         )
     channel = call(run)
     try:
-        channel.send(Scale(workers=workers))
+        channel.send(Scale(workers=workers, places=places))
         answer = channel.wait_for(Answer, ANSWER_S)
     except PeerError:
         raise not_running(run) from None

@@ -131,6 +131,7 @@ class MasterWatchdog:
             "authority": self._board.authority and self._board.authority.pem,
             "hosted": self._hosts is not None,
             "gives_back": self._hosts is not None and self._hosts.gives_back,
+            "places": self._hosts.places if self._hosts is not None else None,
             "why": why,
         }
         assert master.stdin is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class Master:
         views: shown everything that is written.
         hosted: whether a host starts the workers, and replaces them.
         gives_back: whether the client ends hosts that are not needed.
+        places: workers that there is room for on each host; None: any number.
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
         start_point: where this session begins.
@@ -109,6 +110,7 @@ class Master:
         views: list[View],
         hosted: bool,
         gives_back: bool = False,
+        places: Sequence[int] | None = None,
         started: float,
         about: Mapping[str, Any],
         start_point: StartPoint = BEGINNING,
@@ -130,6 +132,8 @@ class Master:
         known = journal.last() if journal is not None else None
         count, send = job.launch.count if hosted else 0, self._hub.send
         self._hosts = hosts = Hosts(count, send, servers=job.server_hosts)
+        if places is not None:
+            hosts.numbers.place(dict(enumerate(places)))
         gather_s = GATHER_S if known is None else BACK_S
         starts = WorkerStarts(hosts, gather_s=gather_s, mesh=job.mesh, issue=switchboard.issue)
         self._joined_hosts = JoinedHosts(

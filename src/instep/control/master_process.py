@@ -93,6 +93,7 @@ def _serve(
             views=views,
             hosted=note["hosted"],
             gives_back=note["gives_back"],
+            places=note["places"],
             started=journal.begin.started,
             about=note["about"],
             start_point=journal.begin.start_point,

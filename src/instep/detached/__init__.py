@@ -34,16 +34,29 @@ def start(words: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes
     Raises:
         OSError: it cannot be started.
     """
+    return start_program([sys.executable, "-m", "instep", *words], lock, log)
+
+
+def start_program(command: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes] | None:
+    """Start a program that may be another one, as `start` does.
+
+    Args:
+        command: its words.
+        lock, log: as for `start`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
     descriptor = locked(lock)
     if descriptor is None:
         return None
     try:
         # the shell writes the id of the process that it becomes: whoever starts it may die here
         script = 'echo $$ > "$0"; exec "$@"'
-        command = ["/bin/sh", "-c", script, str(lock), sys.executable, "-m", "instep", *words]
+        shell = ["/bin/sh", "-c", script, str(lock), *command]
         with open(log, "ab", opener=plain) as output:
             return start_with_retries(
-                command,
+                shell,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -11,6 +11,7 @@ LAUNCHERS = Registry(
     {
         "local": "instep.launch.local:LocalLauncher",
         "by_hand": "instep.launch.by_hand:ByHandLauncher",
+        "pool": "instep.launch.pooled.launcher:PoolLauncher",
         "hosts": "instep.launch.hosts:HostsLauncher",
         "ray": "instep.launch.ray.launcher:RayLauncher",
         "slurm": "instep.launch.slurm:SlurmLauncher",

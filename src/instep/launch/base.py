@@ -70,6 +70,14 @@ class Elastic(Launcher, Protocol):
         `start` brings it up again."""
 
 
+@runtime_checkable
+class Placing(Launcher, Protocol):
+    """One that is told how many workers each host has room for."""
+
+    def places(self) -> list[int]:
+        """Workers by host, as it is now. Who changes that tells the master too."""
+
+
 def check_no_hosts(launch: LaunchSpec, cluster: str) -> None:
     """Refuse `launch.hosts` beside a cluster; in its launcher's `of`.
 

@@ -2,7 +2,8 @@
 
 Each keeps one connection to this end, on which it is told to start its fork server; `joining.py`
 is the other end. One that is lost counts as killed, and takes its place again when it is back.
-Everything happens in the caller's thread: each call takes in what has arrived.
+Everything happens in the caller's thread: each call takes in what has arrived. Ways in:
+`ByHandLauncher`, and `JoinedMachines` for another launcher at whose gate machines join.
 """
 
 from __future__ import annotations
@@ -39,6 +40,62 @@ class _Host:
     code: int | None = None
 
 
+class JoinedMachines:
+    """Has machines that join at a gate start fork servers.
+
+    Args:
+        gate: at which they join.
+        count: how many there are.
+        needs: what each must have.
+    """
+
+    def __init__(self, gate: Gate, count: int, needs: Needs) -> None:
+        self._gate, self._hosts = gate, [_Host() for _ in range(count)]
+        self._needs: dict[str, Any] = msgspec.to_builtins(needs)
+
+    def start(self, endpoint: Endpoint, logs: Path) -> None:
+        """Ask a machine for a fork server, at once or when it is back."""
+        host = self._hosts[endpoint.host]
+        host.code, host.logs = None, logs
+        table: dict[str, Any] = msgspec.to_builtins(endpoint)
+        run_id = id_of(logs.parent)
+        host.order = m.Serve(endpoint=table, logs=str(logs), run_id=run_id, needs=self._needs)
+        self._gate.send(endpoint.host, host.order)
+
+    def ended(self, host: int = 0) -> int | None:
+        """The exit code of a fork server; None while it runs, or until its machine is back."""
+        self.turn(0.0)
+        return self._hosts[host].code
+
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Ask a machine to kill its fork server, if it was stopped."""
+        self._gate.send(host, m.EndIfStopped())
+
+    def give_back(self, host: int) -> None:
+        """Ask a machine to leave, which ends what it has started."""
+        self._gate.send(host, m.Leave())
+        self._hosts[host].order, self._hosts[host].code = None, -signal.SIGKILL
+
+    def stop(self) -> None:
+        """End what all machines have started; one that is cut off does so by itself."""
+        self._gate.close(2 * TIMEOUT_S)
+
+    def turn(self, timeout_s: float) -> None:
+        """Take in what arrives within a time."""
+        for number, message in self._gate.turn(timeout_s):
+            host = self._hosts[number]
+            match message:
+                case m.Joined() if host.order is not None and host.code is None:
+                    self._gate.send(number, host.order)
+                case m.HostEnded(code=code, detail=detail):
+                    host.code = code
+                    if detail:
+                        with suppress(OSError), open(host_log(host.logs, number), "a") as log:
+                            log.write(detail + "\n")
+                case None if host.order is not None and host.code is None:
+                    host.code = -signal.SIGKILL
+
+
 class ByHandLauncher:
     """Has the machines of a cluster start fork servers, once they have joined.
 
@@ -53,12 +110,11 @@ class ByHandLauncher:
 
     def __init__(self, cluster: ClusterSpec, needs: Needs, address: str) -> None:
         self._cluster, self._address, self._waiting = cluster, address, False
-        self._needs: dict[str, Any] = msgspec.to_builtins(needs)
-        self._hosts = [_Host() for _ in cluster.places]
         self._folder = JoinFolder(Path(cluster.certificates))
         self._folder.prepare(len(cluster.places))
         _, port = host_and_port(cluster.master)
         self._gate = Gate((address, port), cluster.places, self._folder, self._say)
+        self._machines = JoinedMachines(self._gate, len(cluster.places), needs)
 
     @classmethod
     def of(cls, job: JobSpec) -> ByHandLauncher:
@@ -73,7 +129,7 @@ class ByHandLauncher:
 
     def settled(self, launch: LaunchSpec) -> LaunchSpec:
         """Once all machines are there; waits for them, and says for which."""
-        count, said, self._waiting = len(self._hosts), "", True
+        count, said, self._waiting = len(self._cluster.places), "", True
         self._say(f"waiting for {plural(count, 'machine')}, each with its own token file:")
         for number, place in enumerate(self._cluster.places):
             file = self._folder.token_file(number)
@@ -83,50 +139,30 @@ class ByHandLauncher:
             if missing != said:
                 said = missing
                 self._say(f"missing {missing}")
-            self._turn(0.2)
+            self._machines.turn(0.2)
         self._say("all machines have joined")
         self._waiting = False
         return msgspec.structs.replace(launch, nodes=count, address=self._address)
 
-    def _say(self, text: str) -> None:
-        if self._waiting:  # later the run itself says what happens
-            print(f"cluster {text}", file=sys.stderr, flush=True)
-
     def start(self, endpoint: Endpoint, logs: Path) -> None:
-        """Have a machine start a fork server, at once or when it is back."""
-        host = self._hosts[endpoint.host]
-        host.code, host.logs = None, logs
-        table: dict[str, Any] = msgspec.to_builtins(endpoint)
-        run_id = id_of(logs.parent)
-        host.order = m.Serve(endpoint=table, logs=str(logs), run_id=run_id, needs=self._needs)
-        self._gate.send(endpoint.host, host.order)
+        """Ask a machine for a fork server, at once or when it is back."""
+        self._machines.start(endpoint, logs)
 
     def ended(self, host: int = 0) -> int | None:
         """The exit code of a fork server; None while it runs, or until its machine is back."""
-        self._turn(0.0)
-        return self._hosts[host].code
+        return self._machines.ended(host)
 
     def end_if_stopped(self, host: int = 0) -> None:
-        """Have a machine kill its fork server, if it was stopped."""
-        self._gate.send(host, m.EndIfStopped())
+        """Ask a machine to kill its fork server, if it was stopped."""
+        self._machines.end_if_stopped(host)
 
     def stop(self) -> None:
-        """Have all machines end what they started; one that is cut off does so by itself."""
-        self._gate.close(2 * TIMEOUT_S)
+        """End what all machines have started; one that is cut off does so by itself."""
+        self._machines.stop()
 
-    def _turn(self, timeout_s: float) -> None:
-        for number, message in self._gate.turn(timeout_s):
-            host = self._hosts[number]
-            match message:
-                case m.Joined() if host.order is not None and host.code is None:
-                    self._gate.send(number, host.order)
-                case m.HostEnded(code=code, detail=detail):
-                    host.code = code
-                    if detail:
-                        with suppress(OSError), open(host_log(host.logs, number), "a") as log:
-                            log.write(detail + "\n")
-                case None if host.order is not None and host.code is None:
-                    host.code = -signal.SIGKILL
+    def _say(self, text: str) -> None:
+        if self._waiting:  # later the run itself says what happens
+            print(f"cluster {text}", file=sys.stderr, flush=True)
 
 
 def _address(job: JobSpec) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from instep.comm.encryption.tls import context
 from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Address
 from instep.comm.protocol.hub import Hub, Peer
 from instep.errors import JoinError, SpecError
 from instep.launch.join_folder import JoinFolder
@@ -66,11 +67,15 @@ class Gate:
             shown = context(folder.credentials(), server=True, newcomers=True)
             self._hub = Hub(socket.create_server(address, backlog=1024), context=shown)
         except OSError as error:
-            where = f"cluster.master is {address[0]}:{address[1]}"
             raise SpecError(
-                f"{where}: nothing can listen there ({error.strerror}). Give an address of this "
-                "machine, and a port that is free."
+                f"{address[0]}:{address[1]}: nothing can listen there ({error.strerror}). Give an "
+                "address of this machine, and a port that is free."
             ) from None
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return self._hub.address
 
     @property
     def missing(self) -> list[str]:
@@ -169,6 +174,11 @@ class Gate:
     def _refuse(self, peer: Peer, text: str) -> None:
         self._hub.send(peer, m.Refused(kind="JoinError", text=text, exit_code=JoinError.exit_code))
         self._hub.drop(peer)
+
+    def drop_all(self) -> None:
+        """Listen no more, and close all connections; the machines are told nothing."""
+        self._closing = True
+        self._hub.close()
 
     def close(self, timeout_s: float) -> None:
         """Have all leave, and wait for that; a second call does nothing."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -35,6 +36,16 @@ LOST_S = 60.0
 LOOK_S, HEARTBEAT_S = 0.1, 0.5
 
 
+class Attends(Protocol):
+    """Has this machine be a host of several runs at once, as a pool's scheduler asks for it."""
+
+    def want(self, runs: Mapping[str, str]) -> None:
+        """Be a host of these runs, and of no others; each has the address of its client."""
+
+    def turn(self) -> Mapping[str, int]:
+        """Start and end what is missing or too much; workers of each run that have not ended."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """One that joins.
@@ -43,11 +54,13 @@ class Machine:
         master: where `instep run` listens.
         token_file: looked at in each attempt; the certificate is kept beside it.
         say: told what happens.
+        attends: for the scheduler of a pool; None if this machine is only for one run at a time.
     """
 
     master: Address
     token_file: Path
     say: Callable[[str], None]
+    attends: Attends | None = None
 
     def serve(self, *, stay: bool = False) -> int:
         """Be part of a run to its end, or with `stay` of each that comes; returns how many.
@@ -63,7 +76,8 @@ class Machine:
             runs += over and begun
             if over and not stay:
                 return runs
-            self.say("the run is over; waiting for the next one" if over else "lost the run")
+            if over:
+                self.say("the run is over; waiting for the next one")
             deadline = float("inf") if stay else time.monotonic() + LOST_S
 
     def _join(self, deadline: float) -> tuple[Channel, str]:
@@ -117,6 +131,7 @@ class Machine:
         """Do as told until the run is over or lost; whether it is over, and whether it had begun.
         Nothing is left running then."""
         local, running, begun, beat_at = LocalLauncher(lifeline=True), False, False, 0.0
+        attending = _Attending(self.attends, channel)
         try:
             while True:
                 for message in channel.read() if channel.wait(LOOK_S) else []:
@@ -127,6 +142,8 @@ class Machine:
                             if detail:
                                 self.say(f"this machine {detail}")
                                 channel.send(_ended(SpecError.exit_code, f"this machine {detail}"))
+                        case m.Attend(runs=runs):
+                            attending.want(runs)
                         case m.EndIfStopped():
                             local.end_if_stopped()
                         case m.Leave():
@@ -134,14 +151,38 @@ class Machine:
                 if running and (code := local.ended()) is not None:
                     running = False
                     channel.send(_ended(code))
+                attending.turn()
                 if time.monotonic() > beat_at:
                     beat_at = time.monotonic() + HEARTBEAT_S
                     channel.send(m.Heartbeat())
         except PeerError:
+            self.say("lost the pool, whose runs go on" if attending.asked else "lost the run")
             return False, begun
         finally:
             local.stop()
             channel.close()
+
+
+class _Attending:
+    """Wishes of a pool's scheduler on a connection, and answers to it."""
+
+    def __init__(self, attends: Attends | None, channel: Channel) -> None:
+        self._attends, self._channel = attends, channel
+        self.asked = False
+        self._told: dict[str, int] | None = None
+
+    def want(self, runs: Mapping[str, str]) -> None:
+        if self._attends is None:
+            raise JoinError("this is a pool, in which machines stay: start this with --stay.")
+        self.asked = True
+        self._attends.want(runs)
+
+    def turn(self) -> None:
+        if self._attends is None or not self.asked:
+            return
+        if (workers := dict(self._attends.turn())) != self._told:
+            self._told = workers
+            self._channel.send(m.Attending(workers=workers))
 
 
 def _start(local: LocalLauncher, order: m.Serve) -> str:

@@ -11,6 +11,15 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from instep.pool.flows import again, settle
+from instep.pool.hosts.placement import (
+    GROW_S,
+    HostEvent,
+    after_host_event,
+    placed,
+    told,
+    with_hosts,
+    without,
+)
 from instep.pool.jobs import (
     ENDED,
     RUNNING,
@@ -21,6 +30,7 @@ from instep.pool.jobs import (
     ClientEnded,
     FlowSubmitted,
     JobSubmitted,
+    PlacesTold,
     PoolEvent,
     PoolJob,
     PoolState,
@@ -30,9 +40,6 @@ from instep.pool.jobs import (
 from instep.pool.policy import plan
 
 HALF_LIFE_S = 86_400.0
-
-GROW_S = 5.0
-"""A job grows at most so often."""
 
 MOST_IN_VAIN = 4
 """Ends of a client without a step more than at the end before."""
@@ -52,9 +59,11 @@ def decide(state: PoolState, event: PoolEvent, now: float) -> PoolState:
         state = replace(state, jobs={**state.jobs, **{job.id: job for job in event.jobs}})
     elif isinstance(event, AgainAsked):
         state = again(state, event.ids)
+    elif isinstance(event, HostEvent):
+        state = after_host_event(state, event, now)
     elif not (hasattr(event, "id") and event.id not in state.jobs):
         state = _after(state, event, now)
-    return replan(settle(state, now), now)
+    return replan(settle(with_hosts(state, now), now), now)
 
 
 def _after(state: PoolState, event: PoolEvent, now: float) -> PoolState:
@@ -66,13 +75,20 @@ def _after(state: PoolState, event: PoolEvent, now: float) -> PoolState:
         left = event.left_s if event.left_s is not None else job.left_s
         steps = event.steps or job.steps
         job = replace(job, left_s=left, step=event.step, steps=steps)
-        if job.status == RUNNING:
+        if state.hosts:
+            job = without(state, job, event.lost, event.begun, now)
+        elif job.status == RUNNING:
             job = replace(job, held=max(job.target, event.workers))
         return _with(state, job)
+    if isinstance(event, PlacesTold):
+        return _with(state, told(state.jobs[event.id], event))
     if isinstance(event, ResizeRefused):
         job = state.jobs[event.id]
         if job.status != RUNNING:
             return state
+        if state.hosts:  # it keeps the places that its run knows
+            kept = replace(job, places=job.told, target=sum(job.told.values()))
+            return _with(state, replace(kept, fixed=True))
         return _with(state, replace(job, fixed=True, target=event.workers, held=event.workers))
     if isinstance(event, ClientEnded):
         return _with(state, _ended(state.jobs[event.id], event, now))
@@ -82,6 +98,8 @@ def _after(state: PoolState, event: PoolEvent, now: float) -> PoolState:
 def replan(state: PoolState, now: float) -> PoolState:
     """The state with the targets of the policy, as far as cores are free by now."""
     wanted = plan(state, now, explain=False).workers
+    if state.hosts:
+        return with_hosts(placed(state, wanted, now), now)
     jobs, free = dict(state.jobs), state.cores - state.held
     for job in state.jobs.values():  # whoever gives first
         workers = wanted.get(job.id, 0)
@@ -114,12 +132,13 @@ def _cancelled(job: PoolJob, now: float) -> PoolJob:
         return job
     if job.status == WAITING:
         return replace(job, status=ENDED, cancelled=True, outcome="cancelled", ended=now)
-    return replace(job, status=STOPPING, cancelled=True, target=0, changed=now)
+    return replace(job, status=STOPPING, cancelled=True, target=0, places={}, changed=now)
 
 
 def _ended(job: PoolJob, event: ClientEnded, now: float) -> PoolJob:
-    in_vain = 0 if event.step > job.step or job.status == STOPPING else job.in_vain + 1
+    in_vain = 0 if event.step > job.step else job.in_vain + (job.status != STOPPING)
     job = replace(job, target=0, held=0, step=max(job.step, event.step), in_vain=in_vain)
+    job = replace(job, places={}, told={})  # its processes that have not ended are seen on hosts
     outcome = event.outcome
     if not outcome and job.cancelled:
         outcome = "cancelled"
@@ -127,6 +146,8 @@ def _ended(job: PoolJob, event: ClientEnded, now: float) -> PoolJob:
         outcome = "failed"
     if outcome:
         results, why = event.results, event.why
+        if outcome == "failed" and not why:
+            why = f"its client ended {in_vain} times without another step: instep logs {job.id}"
         return replace(job, status=ENDED, outcome=outcome, why=why, ended=now, results=results)
     return replace(job, status=WAITING)
 

@@ -70,6 +70,11 @@ def submit_flow(
     check_share("--share", share)
     jobs = _jobs(path, spec)
     _check_metrics(path, spec, jobs)
+    if pool.spec.hosts and len(jobs) < len(spec.job):
+        raise SpecError(
+            f"{path}: this pool has hosts, and commands are not run there. Submit the flow to a "
+            "pool without hosts."
+        )
     for each, job in jobs.items():  # refused ones take no name
         asked = spec.job[each]
         where = f"{path}: [job.{each}]"

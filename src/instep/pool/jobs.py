@@ -12,6 +12,18 @@ RUN, COMMAND, SEARCH = "run", "command", "search"
 WAITING, RUNNING, STOPPING, ENDED = "waiting", "running", "stopping", "ended"
 
 
+class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A host in the file of a pool."""
+
+    cores: int
+    """Worker processes that there is room for."""
+    memory: str = ""
+    """Sum of all its workers, such as `"64GB"`; empty: nobody counts it."""
+    start: str = ""
+    """Command that runs another command there, such as `"ssh node2"`, with which the scheduler
+    starts `instep host`; empty: somebody else does."""
+
+
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file of a pool, `pool.toml`."""
 
@@ -22,6 +34,10 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shares: dict[str, float] = {}
     """Weights; a share that is not named has 1."""
     limits: dict[str, ShareLimits] = {}
+    listen: str = ""
+    """Where hosts join the pool: an address of this machine that they reach, and a port."""
+    hosts: dict[str, HostSpec] = {}
+    """By name; none: this machine has all places."""
 
 
 class ShareLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +77,8 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     at_most: int
     unit: int = 1
     """Workers are a multiple of it."""
+    memory: int = 0
+    """Bytes of a worker on a host; 0: nobody counts them."""
     priority: int = 0
     submitted: float = 0.0
     """Unix seconds, as all times here."""
@@ -82,6 +100,12 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that it is to have."""
     held: int = 0
     """Cores that it has: those of processes that have not ended count."""
+    places: Mapping[str, int] = {}
+    """Workers that it is to have on each host of the pool."""
+    told: Mapping[str, int] = {}
+    """Those that its run has been told of last, and may start."""
+    reach: int = 0
+    """Its run knows the first so many hosts."""
     cancelled: bool = False
     fixed: bool = False
     """Whether its run refuses to be resized."""
@@ -111,6 +135,20 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
         return self.status != ENDED and not self.cancelled
 
 
+class PoolHost(msgspec.Struct, frozen=True, kw_only=True):
+    """A host of a pool."""
+
+    cores: int
+    memory: int = 0
+    """Bytes; 0: nobody counts them."""
+    drained: bool = False
+    """Whether nothing is to run there."""
+    away: float | None = None
+    """Since when it is out of reach."""
+    workers: Mapping[str, int] = {}
+    """Processes of each job that have not ended, as it said last."""
+
+
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     """All jobs of a pool, and what each share has used."""
 
@@ -119,6 +157,8 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     limits: Mapping[str, int] = {}
     """Most workers of a share."""
     jobs: Mapping[str, PoolJob] = {}
+    hosts: Mapping[str, PoolHost] = {}
+    """By name, in the order of their numbers; none: all is on this machine."""
     used: Mapping[str, float] = {}
     """Core seconds of each share, of which half are forgotten in a day."""
     at: float = 0.0
@@ -168,6 +208,10 @@ class RunSeen(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
     steps: int | None = None
     left_s: float | None = None
+    lost: tuple[str, ...] = ()
+    """Hosts of the pool that the run does not have."""
+    begun: bool = True
+    """Whether its workers have begun to train."""
 
 
 class ResizeRefused(msgspec.Struct, frozen=True, tag=True):
@@ -188,6 +232,33 @@ class ClientEnded(msgspec.Struct, frozen=True, tag=True):
     results: Mapping[str, float] = {}
 
 
+class HostSeen(msgspec.Struct, frozen=True, tag=True):
+    """A host is in reach, and has these processes of workers."""
+
+    host: str
+    workers: Mapping[str, int]
+
+
+class HostAway(msgspec.Struct, frozen=True, tag=True):
+    """A host is out of reach. Whatever it had, it may still have."""
+
+    host: str
+
+
+class DrainAsked(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants nothing to run on a host, or again something."""
+
+    host: str
+    drained: bool = True
+
+
+class PlacesTold(msgspec.Struct, frozen=True, tag=True):
+    """A run knows how many workers it may have on each host."""
+
+    id: str
+    places: Mapping[str, int]
+
+
 class TimePassed(msgspec.Struct, frozen=True, tag=True):
     """Nothing happened: use is counted, and what was put off is looked at again."""
 
@@ -200,5 +271,9 @@ PoolEvent = (
     | RunSeen
     | ResizeRefused
     | ClientEnded
+    | HostSeen
+    | HostAway
+    | DrainAsked
+    | PlacesTold
     | TimePassed
 )

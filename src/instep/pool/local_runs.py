@@ -1,4 +1,6 @@
-"""The runs of a pool on this machine: started, resized, stopped and looked at. It decides nothing.
+"""The runs of a pool: started, resized, stopped and looked at. It decides nothing.
+
+Their clients are on this machine, and their workers too, unless the pool has hosts.
 
 Way in: `LocalRuns`, which is the `Hands` of a scheduler.
 """
@@ -13,6 +15,7 @@ from pathlib import Path
 from instep import detached
 from instep.client.running import scale
 from instep.errors import InstepError, RunError, SpecError
+from instep.launch.pooled.launcher import Placed
 from instep.plain_file import read_plain
 from instep.pool.commands.running import ending_of
 from instep.pool.flow_file import METRICS, OF_A_RUN
@@ -24,6 +27,9 @@ from instep.store.run_folder import RunFolder
 
 Start = Callable[[Sequence[str], Path, Path], object]
 
+CERTIFICATES = "certificates"
+"""The folder of the certificates of hosts, in that of the pool."""
+
 
 class LocalRuns:
     """The runs of a pool's jobs.
@@ -32,10 +38,20 @@ class LocalRuns:
         jobs: folder of their job files, locks and logs.
         runs: folder of run folders.
         start: starts a command of instep, as `detached.start` does.
+        hosts: of the pool, by their numbers; none if all is on this machine.
+        address: of this machine, which hosts reach.
     """
 
-    def __init__(self, jobs: Path, runs: Path, start: Start = detached.start) -> None:
+    def __init__(
+        self,
+        jobs: Path,
+        runs: Path,
+        start: Start = detached.start,
+        hosts: Sequence[str] = (),
+        address: str = "",
+    ) -> None:
         self._jobs, self._runs, self._start = jobs, runs, start
+        self._hosts, self._address = [*hosts], address
         self._searches = PooledSearches(jobs, runs)
         self._events: dict[str, RunEvents] = {}
         self._paces: dict[str, RunPace] = {}
@@ -54,7 +70,9 @@ class LocalRuns:
             events.update()
             pace.update(run, events.workers)
             left = pace.left_s(events.steps)
-            return JobSight(True, events.workers, pace.step, events.steps, left)
+            lost = tuple(name for n, name in enumerate(self._hosts) if n not in events.hosts)
+            seen = JobSight(True, events.workers, pace.step, events.steps, left)
+            return seen._replace(lost=lost, begun=events.begun)
         del self._events[job.id], self._paces[job.id]
         if not (run / "job.toml").is_file():
             return JobSight(False, why=self._last_words(job))
@@ -99,6 +117,10 @@ class LocalRuns:
         with suppress(OSError):  # it is tried again
             if job.kind == SEARCH:
                 words = self._searches.words(job)
+            if job.places:
+                gate_file(self._jobs, job.id).unlink(missing_ok=True)  # that of its last client
+                self._placed(job).write(placed_file(self._jobs, job.id))
+                words += self._on_hosts(job)
             self._start(words, self._lock(job), self._log(job))
 
     def scale(self, job: PoolJob) -> str:
@@ -111,13 +133,38 @@ class LocalRuns:
                 return SCALED
             return LATER
         try:
-            scale(self._runs / job.id, job.target)
+            places = None
+            if job.places:  # written first: another master reads it
+                placed = self._placed(job)
+                placed.write(placed_file(self._jobs, job.id))
+                places = placed.workers[: job.reach]
+            scale(self._runs / job.id, job.target, places)
+        except OSError:  # no room on the disk
+            return LATER
         except SpecError:  # one that is not ready, or about to end, refuses too
             events = self._events.get(job.id)
             return REFUSED if events is not None and events.on_gpus else LATER
         except InstepError:  # it is starting, or ending
             return LATER
         return SCALED
+
+    def _on_hosts(self, job: PoolJob) -> list[str]:
+        """Words that have a run use the hosts of the pool."""
+        files = {
+            "certificates": self._jobs.parent / CERTIFICATES,
+            "placed": placed_file(self._jobs, job.id),
+            "gate": gate_file(self._jobs, job.id),
+        }
+        options = {f"launch.options.{key}": str(path.resolve()) for key, path in files.items()}
+        settings = {"launch.on": "pool", "launch.address": self._address, **options}
+        return [
+            word
+            for key, value in settings.items()
+            for word in ("--set", f"{key}={json.dumps(value)}")
+        ]
+
+    def _placed(self, job: PoolJob) -> Placed:
+        return Placed(self._hosts, [job.places.get(name, 0) for name in self._hosts])
 
     def stop(self, job: PoolJob) -> None:
         """Ask a run to stop at its next commit, once: asked again, it would stop at once."""
@@ -141,6 +188,16 @@ class LocalRuns:
 
     def _last_words(self, job: PoolJob) -> str:
         return detached.last_words(self._log(job))
+
+
+def placed_file(jobs: Path, job: str) -> Path:
+    """The file that says how many workers a run may have on each host."""
+    return jobs / f"{job}.places"
+
+
+def gate_file(jobs: Path, job: str) -> Path:
+    """The file in which a run writes where it listens for its hosts."""
+    return jobs / f"{job}.gate"
 
 
 def _of_attempt(job: PoolJob) -> str:

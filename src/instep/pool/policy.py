@@ -167,6 +167,8 @@ def _queues(jobs: Iterable[PoolJob], now: float) -> dict[str, list[PoolJob]]:
 def _refusal(state: PoolState, job: PoolJob, least: int, total: int, free: int) -> str:
     """Why a job cannot run now; empty if it can."""
     limit = state.limits.get(job.share)
+    if state.hosts and least > state.cores:
+        return f"it needs {least} workers at least, and the hosts in reach have {state.cores} cores"
     if least > state.cores or (limit is not None and least > limit):
         most = state.cores if least > state.cores else limit
         return f"it needs {least} workers at least, and can never have more than {most} here"

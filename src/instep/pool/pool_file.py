@@ -11,9 +11,11 @@ import msgspec
 from instep import detached
 from instep.errors import RunError, SpecError, file_beside
 from instep.plain_file import read_plain, replace_plain
-from instep.pool.jobs import FlowSubmitted, JobSubmitted, PoolSpec, PoolState
+from instep.pool.jobs import FlowSubmitted, HostSpec, JobSubmitted, PoolHost, PoolSpec, PoolState
+from instep.pool.local_runs import CERTIFICATES
 from instep.pool.pool_journal import PoolJournal
 from instep.pool.requests import pending
+from instep.units import bytes_in, host_and_port
 
 SPEC = "pool.json"
 
@@ -44,7 +46,44 @@ def pool_of(path: Path) -> PoolSpec:
             raise SpecError(f"{path}: limits.{share}.workers needs to be at least 1.")
     if spec.cores < 0:
         raise SpecError(f"{path}: cores = {spec.cores}: needs to be at least 1, or 0 for all.")
+    _check_hosts(path, spec)
     return msgspec.structs.replace(spec, runs=str((path.parent / spec.runs).resolve()))
+
+
+def _check_hosts(path: Path, spec: PoolSpec) -> None:
+    """Refuse hosts that cannot join, or that are said twice."""
+    if bool(spec.hosts) != bool(spec.listen):
+        raise SpecError(
+            f"{path}: hosts and listen belong together: [hosts.NAME] for each host, and where they "
+            "reach this machine, such as listen = '10.0.0.5:2220'."
+        )
+    if not spec.hosts:
+        return
+    if spec.cores:
+        raise SpecError(
+            f"{path}: cores = {spec.cores} is for a pool without hosts. Give cores in each "
+            "[hosts.NAME]; this machine may be one of them, with start = 'env'."
+        )
+    try:
+        address, _ = host_and_port(spec.listen)
+    except ValueError as error:
+        raise SpecError(f"{path}: listen: {error}.") from None
+    if address in ("0.0.0.0", "::", "[::]", "*"):
+        raise SpecError(
+            f"{path}: listen = {spec.listen!r} means every address of this machine. Give the one "
+            "that the hosts reach."
+        )
+    for name, host in spec.hosts.items():
+        if host.cores < 1:
+            raise SpecError(f"{path}: hosts.{name}.cores needs to be at least 1.")
+        try:
+            _host(host)
+        except ValueError as error:
+            raise SpecError(f"{path}: hosts.{name}.memory: {error}.") from None
+
+
+def _host(spec: HostSpec) -> PoolHost:
+    return PoolHost(cores=spec.cores, memory=bytes_in(spec.memory) if spec.memory else 0)
 
 
 class PoolFolder:
@@ -58,9 +97,20 @@ class PoolFolder:
         self.folder = folder
         self.jobs = folder / "jobs"
         self.lock, self.log = folder / "scheduler.lock", folder / "scheduler.log"
+        self.certificates = folder / CERTIFICATES
 
     def make(self, spec: PoolSpec) -> None:
-        """Make the folder, or change what its pool is."""
+        """Make the folder, or change what its pool is.
+
+        Raises:
+            RunError: hosts that it had are not there, or have other numbers.
+        """
+        before = [*self.spec.hosts] if (self.folder / SPEC).exists() else []
+        if [*spec.hosts][: len(before)] != before:
+            raise RunError(
+                f"the pool in {self.folder} has the hosts {', '.join(before)}: new ones are "
+                "named after these. To take one out: instep pool drain HOST"
+            )
         self.jobs.mkdir(parents=True, exist_ok=True)
         (self.folder / "inbox").mkdir(exist_ok=True)
         if not Path(spec.runs).is_absolute():
@@ -94,9 +144,9 @@ class PoolFolder:
         """The state of the pool without its jobs."""
         spec = self.spec
         limits = {share: limit.workers for share, limit in spec.limits.items()}
-        return PoolState(
-            cores=spec.cores or os.cpu_count() or 1, weights=spec.shares, limits=limits
-        )
+        hosts = {name: _host(host) for name, host in spec.hosts.items()}
+        cores = sum(h.cores for h in hosts.values()) or spec.cores or os.cpu_count() or 1
+        return PoolState(cores=cores, weights=spec.shares, limits=limits, hosts=hosts)
 
     def state(self) -> PoolState:
         """The pool as it is journaled, with requests that nobody has taken.
@@ -119,6 +169,15 @@ class PoolFolder:
                 for job in request.jobs:
                     jobs.setdefault(job.id, job)
         return msgspec.structs.replace(state, jobs=jobs)
+
+    def joining(self) -> dict[str, str]:
+        """By host, the command with which it joins; of those that the scheduler does not start."""
+        spec, folder = self.spec, self.certificates
+        return {
+            name: f"instep host --join {spec.listen} --token-file {folder}/host-{n}.token --stay"
+            for n, (name, host) in enumerate(spec.hosts.items())
+            if not host.start
+        }
 
     @property
     def scheduled(self) -> bool:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from instep.errors import RunError
-from instep.pool.jobs import PoolEvent, PoolJob, PoolState
+from instep.pool.jobs import PoolEvent, PoolHost, PoolJob, PoolState
 from instep.store.own_rows import open_rows
 
 FILE = "pool.sqlite"
@@ -43,6 +43,7 @@ class _About(msgspec.Struct):
     at: float = 0.0
     jobs: int | None = None
     """How many there are; None in a row of an earlier version."""
+    hosts: dict[str, PoolHost] = {}
 
 
 class PoolJournal:
@@ -81,7 +82,13 @@ class PoolJournal:
         known = self._checked("all jobs", about[0], _About) if about else _About()
         if known.jobs not in (None, len(jobs)):
             raise self._damaged(f"it has {len(jobs)} jobs, and had {known.jobs}")
-        return msgspec.structs.replace(state, jobs=jobs, used=known.used, at=known.at)
+        hosts = dict(state.hosts)
+        for name in hosts.keys() & known.hosts.keys():
+            now = hosts[name]  # how large it is, the pool's file says
+            hosts[name] = msgspec.structs.replace(
+                known.hosts[name], cores=now.cores, memory=now.memory
+            )
+        return msgspec.structs.replace(state, jobs=jobs, hosts=hosts, used=known.used, at=known.at)
 
     def check(self) -> None:
         """Check all events too, which nobody reads again.
@@ -104,7 +111,8 @@ class PoolJournal:
             for job in after.jobs.values()
             if before.jobs.get(job.id) is not job
         ]
-        about = _summed("all jobs", _About(dict(after.used), after.at, len(after.jobs)))
+        facts = _About(dict(after.used), after.at, len(after.jobs), dict(after.hosts))
+        about = _summed("all jobs", facts)
         with self._usable():
             try:
                 self._rows.execute("BEGIN IMMEDIATE")

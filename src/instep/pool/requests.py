@@ -14,11 +14,11 @@ import msgspec
 
 from instep.errors import RunError
 from instep.plain_file import PRIVATE, read_plain, replace_plain
-from instep.pool.jobs import AgainAsked, CancelAsked, FlowSubmitted, JobSubmitted
+from instep.pool.jobs import AgainAsked, CancelAsked, DrainAsked, FlowSubmitted, JobSubmitted
 
 FOLDER = "inbox"
 
-Request = JobSubmitted | FlowSubmitted | AgainAsked | CancelAsked
+Request = JobSubmitted | FlowSubmitted | AgainAsked | CancelAsked | DrainAsked
 
 
 def ask(pool: Path, request: Request) -> None:
@@ -48,6 +48,8 @@ def _name(request: Request) -> str:
             return f"{request.ids[0]}-again"
         case CancelAsked():
             return f"{request.id}-cancel"
+        case DrainAsked():
+            return f"{request.host}-drain"
 
 
 def pending(pool: Path) -> Iterator[tuple[Path, Request]]:

@@ -36,6 +36,10 @@ class RunEvents:
         self.steps: int | None = None
         """Steps of the whole run; None before a worker has said so."""
         self.stop_requested = self.on_gpus = False
+        self.hosts: set[int] = set()
+        """Numbers of the hosts that the run has."""
+        self.begun = False
+        """Whether its workers have begun to train, this time."""
 
     @property
     def workers(self) -> int:
@@ -60,7 +64,14 @@ class RunEvents:
         name = event["event"]
         if name == "run_started":
             self._pids.clear()
-            self.stop_requested = False
+            self.hosts.clear()
+            self.stop_requested = self.begun = False
+        elif name == "host_joined":
+            self.hosts.add(int(event["host"]))
+        elif name in ("host_lost", "host_given_back"):
+            self.hosts.discard(int(event["host"]))
+        elif name == "generation_started":
+            self.begun = True
         elif name == "worker_joined" and event.get("role") != "server":
             self._pids[int(event["worker"])] = int(event["pid"])
         elif name == "process_ended":

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from instep.pool.decide import decide
+from instep.pool.hosts.placement import without
 from instep.pool.jobs import (
     RUNNING,
     STOPPING,
     ClientEnded,
+    PlacesTold,
     PoolEvent,
     PoolJob,
     PoolState,
@@ -50,6 +52,10 @@ class JobSight(NamedTuple):
     why: str = ""
     results: Mapping[str, float] = {}
     """Figures of a job of a flow that is over."""
+    lost: tuple[str, ...] = ()
+    """Hosts of a pool that the run does not have."""
+    begun: bool = True
+    """Whether its workers have begun to train, as far as is known."""
 
 
 class Hands(Protocol):
@@ -86,7 +92,8 @@ class PoolScheduler:
 
     def __init__(self, state: PoolState, journal: WritesEvents, hands: Hands) -> None:
         self.state, self._journal, self._hands = state, journal, hands
-        self._asked: dict[str, int] = {}  # workers that a run was asked for
+        # workers that a run was asked for, or how many on which hosts
+        self._asked: dict[str, int | Mapping[str, int]] = {}
         self._known: set[str] = set()  # started by this scheduler, or seen to live
 
     def take(self, event: PoolEvent, now: float) -> None:
@@ -114,10 +121,12 @@ class PoolScheduler:
             before = job.left_s or 0.0
             off = abs((sight.left_s if sight.left_s is not None else before) - before)
             known = job.status != RUNNING or job.held == max(job.target, sight.workers)
+            if self.state.hosts:  # they say what they have
+                known = without(self.state, job, sight.lost, sight.begun, now) is job
             if not known or off > max(NOTED_S, before / 10) or (sight.steps and not job.steps):
-                self.take(
-                    RunSeen(job.id, sight.workers, sight.step, sight.steps, sight.left_s), now
-                )
+                workers, step, steps, left_s = sight[1:5]
+                more = sight.lost, sight.begun
+                self.take(RunSeen(job.id, workers, step, steps, left_s, *more), now)
         elif sight.outcome or job.status == STOPPING or job.id in self._known:
             ended = ClientEnded(job.id, sight.outcome, sight.why, sight.step, sight.results)
             self.take(ended, now)
@@ -133,11 +142,13 @@ class PoolScheduler:
                 if job.id not in self._known:
                     self._hands.start(job)
                     self._known.add(job.id)
-                    self._asked[job.id] = job.target
-            elif self._asked.get(job.id) != job.target:
+                    self._asked[job.id] = job.places or job.target
+            elif self._asked.get(job.id) != (job.places or job.target):
                 answer = self._hands.scale(job)
                 if answer == SCALED:
-                    self._asked[job.id] = job.target
+                    self._asked[job.id] = job.places or job.target
+                    if job.told != job.places:
+                        self.take(PlacesTold(job.id, job.places), now)
                 elif answer == REFUSED:
                     workers = self._hands.look(job).workers
                     self.take(ResizeRefused(job.id, workers), now)

@@ -16,11 +16,13 @@ from instep.errors import RunError, SpecError, near_miss
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import PRIVATE, create_plain
+from instep.pool.hosts.placement import refusal
 from instep.pool.jobs import RUN, SEARCH, CancelAsked, JobSubmitted, PoolJob
 from instep.pool.pool_file import PoolFolder
 from instep.pool.requests import ask
 from instep.search.plan import base_of, check_space
 from instep.store.folder import numbered
+from instep.units import readable_bytes
 
 _KEY = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -51,6 +53,7 @@ def submit(
     at_most: int | None = None,
     share: str = "",
     key: str = "",
+    memory: int = 0,
 ) -> JobSent:
     """Leave a job for the pool's scheduler.
 
@@ -63,6 +66,7 @@ def submit(
         at_most: workers that it can use; by default as many as there is work for.
         share: of whom it uses the share; by default the user's name.
         key: the same key twice is one job.
+        memory: bytes that a worker needs on a host of the pool; 0: nobody counts them.
 
     Raises:
         SpecError: the job is wrong, or can never run here.
@@ -77,6 +81,7 @@ def submit(
     check_share("--share", share)
     least, most = bounds_of(pool, job, at_least, at_most, share)
     check_key(key)
+    check_memory(pool, least, memory)
     name, new = _written(pool, job, key)
     if new or name not in pool.state().jobs:  # one that was killed in between has left a file
         wanted = PoolJob(
@@ -90,6 +95,7 @@ def submit(
             submitted=time.time(),
             key=key,
             saves=saves,
+            memory=memory,
         )
         ask(pool.folder, JobSubmitted(wanted))
     return JobSent(name, new, saves)
@@ -140,6 +146,19 @@ def check_share(where: str, share: str) -> None:
         )
 
 
+def check_memory(pool: PoolFolder, least: int, memory: int) -> None:
+    """Refuse a job whose workers can never have their memory, not even if it were alone.
+
+    Raises:
+        SpecError: it says how many could.
+    """
+    job = PoolJob(id="", share="", at_least=least, at_most=least, memory=memory)
+    if memory and not pool.spec.hosts:
+        raise SpecError("--memory: this pool has no hosts, and counts cores alone. Leave it out.")
+    if memory and (why := refusal(pool.empty, job)):
+        raise SpecError(f"--memory {readable_bytes(memory)}: {why}.")
+
+
 def bounds_of(
     pool: PoolFolder,
     job: JobSpec,
@@ -161,6 +180,12 @@ def bounds_of(
         SpecError: it can never have them.
     """
     unit, cores, trials = job.mesh.ranks, pool.empty.cores, 1
+    if pool.spec.hosts and (unit > 1 or job.search.space):
+        what = f"a mesh of {unit} ranks" if unit > 1 else "a search"
+        raise SpecError(
+            f"this pool has hosts, and {what} runs on one machine there. Submit it to a pool "
+            "without hosts."
+        )
     if job.search.space:
         trials = min(job.search.trials, job.search.width)
     usable = trials * job.most_workers
@@ -203,10 +228,10 @@ def loaded(path: Path, overrides: Collection[str] = ()) -> JobSpec:
 
 
 def settled(job: JobSpec) -> JobSpec:
-    """The job as a pool runs it: on this machine, a thread for each worker."""
+    """The job as a pool runs it: where there is room, a thread for each worker."""
     if job.launch.launcher != "local":
         raise SpecError(
-            f"a pool runs its jobs on this machine, and the job has launch.on = "
+            f"a pool says where its jobs run, and the job has launch.on = "
             f"{job.launch.launcher!r}. Leave it out."
         )
     replace = msgspec.structs.replace

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from instep.pool.flows import AFTER_END, FAILED, verdict
+from instep.pool.hosts.placement import places_taken, room_refusal, with_hosts
 from instep.pool.jobs import (
     COMMAND,
     ENDED,
@@ -19,13 +20,14 @@ from instep.pool.jobs import (
     PoolState,
 )
 from instep.pool.policy import plan, speed, start_in_s
-from instep.units import readable_count, readable_seconds
+from instep.units import readable_bytes, readable_count, readable_seconds
 
 
 def pool_lines(state: PoolState, scheduled: bool, notice: str = "") -> list[str]:
     """The cores and shares of a pool, and what its scheduler has to say."""
     working = "" if scheduled else "   no scheduler: instep pool start"
-    lines = [f"pool    {state.held} of {state.cores} cores busy{working}"]
+    cores = sum(host.cores for host in state.hosts.values()) or state.cores
+    lines = [f"pool    {state.held} of {cores} cores busy{working}"]
     if scheduled and notice:
         lines.append(f"note    {notice}")
     shares = sorted({job.share for job in state.jobs.values() if job.status != ENDED})
@@ -33,15 +35,42 @@ def pool_lines(state: PoolState, scheduled: bool, notice: str = "") -> list[str]
     for share in shares:
         held = sum(job.held for job in state.jobs.values() if job.share == share)
         due = 100 * state.weight(share) / total
-        lines.append(
-            f"share   {share}: {held} cores, {100 * held / state.cores:.0f} % (due {due:.0f} %)"
-        )
+        lines.append(f"share   {share}: {held} cores, {100 * held / cores:.0f} % (due {due:.0f} %)")
     return lines
+
+
+def host_lines(state: PoolState) -> list[str]:
+    """The hosts of a pool, with the places that are taken on each."""
+    taken = places_taken(state)
+    lines = []
+    for name, host in state.hosts.items():
+        used = {job: places[name] for job, places in taken.items() if places.get(name)}
+        line = f"host    {name}: {sum(used.values())} of {host.cores} cores busy"
+        if host.memory:
+            memory = sum(
+                workers * state.jobs[job].memory
+                for job, workers in used.items()
+                if job in state.jobs
+            )
+            line += f", {readable_bytes(memory)} of {readable_bytes(host.memory)}"
+        if used:
+            line += f" ({', '.join(f'{job} {workers}' for job, workers in used.items())})"
+        if host.drained:
+            line += ", draining" if used else ", drained"
+        if host.away is not None:
+            line += f", out of reach since {_clock(host.away)}"
+        lines.append(line)
+    return lines
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def job_lines(state: PoolState, now: float | None = None) -> list[str]:
     """A table of the jobs that have not ended, and of the last that have."""
     now = time.time() if now is None else now
+    state = with_hosts(state, now)
     reasons = plan(state, now).reasons
     rows = [("job", "share", "state", "workers", "priority", "step", "ends", "waits for")]
     ended = sorted((j for j in state.jobs.values() if j.ended), key=lambda job: job.ended or 0.0)
@@ -71,6 +100,7 @@ def state_of(job: PoolJob) -> str:
 def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> list[str]:
     """Why a job is where it is, and until when."""
     now = time.time() if now is None else now
+    state = with_hosts(state, now)
     lines = [f"{job.id}   {state_of(job)}   share {job.share}, priority {job.priority}"]
     if job.saves and job.status != ENDED:
         lines.append(
@@ -96,6 +126,8 @@ def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> lis
                 if other.held > planned.workers.get(other.id, 0)
             ]
             why = f"{job.at_least} cores: {', '.join(givers) or 'the scheduler'} gives them now"
+            if state.hosts and not givers:
+                why = room_refusal(state, job) or why
             lines.append(f"waits   {why}")
         else:
             lines.append(f"waits   {why}")

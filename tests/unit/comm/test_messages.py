@@ -7,6 +7,7 @@ import pytest
 
 from instep.comm.encryption.certificates import Credentials
 from instep.comm.protocol import messages
+from instep.comm.protocol.gate_messages import GateMessage
 from instep.comm.protocol.messages import AnyMessage, Message, decode, encode
 
 EXAMPLES = {
@@ -19,6 +20,8 @@ EXAMPLES = {
     bytes: b"\x00\xff",
     dict[str, bytes]: {"a": b"\x00"},
     list[int]: [2, 0, 1],
+    list[int] | None: [2, 0, 1],
+    dict[str, int]: {"a": 3},
     tuple[int, ...]: (2, 1),
     int | None: 3,
     dict[str, str]: {"torch": "2.0"},
@@ -46,7 +49,8 @@ def test_a_message_of_every_class_survives_the_wire(cls):
 
 
 def test_every_class_of_message_may_arrive():
-    defined = {c for c in vars(messages).values() if isinstance(c, type) and issubclass(c, Message)}
+    bases = Message, GateMessage
+    defined = {c for c in vars(messages).values() if isinstance(c, type) and issubclass(c, bases)}
     assert defined - {Message} == set(get_args(AnyMessage))
 
 

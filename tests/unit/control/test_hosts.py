@@ -382,3 +382,28 @@ def test_a_host_that_was_asked_to_start_a_worker_is_not_given_back(three):
     used = {0, *three.starting.hosts}
     assert three.hosts.give_back(used, workers=1) == 2
     assert three.hosts.give_back(used, workers=1) is None
+
+
+def test_workers_start_where_they_have_places_and_nobody_waits_for_other_hosts():
+    table = Table(3)
+    table.hosts.numbers.place({0: 1, 2: 2})
+    table.come(0, 2)  # nobody waits for host 1
+    table.start(range(4))
+    assert table.starts() == {0: 0, 1: 2, 2: 2}  # there is no room for the fourth
+    table.hosts.numbers.place({0: 2, 2: 2})
+    table.start([3], [0, 2, 2])
+    assert table.starts() == {3: 0}
+
+
+def test_workers_beyond_the_places_of_their_host_move_as_far_as_others_have_room(three):
+    placed = dict(enumerate([0, 0, 1, 1]))
+    three.hosts.numbers.place({0: 2, 1: 2})
+    assert three.starting.to_move(placed, stay=()) == []
+    assert three.starting.crowded({0: 0, 1: 0, 2: 0}) is None, "places say how many, not balance"
+    three.hosts.numbers.place({0: 1, 2: 2})
+    assert three.starting.beyond(placed) == [1, 2, 3]
+    assert three.starting.to_move(placed, stay=()) == [1, 2]
+    assert three.hosts.give_back(used={0, 2}, workers=4) == 1
+    assert three.hosts.missing == []
+    three.hosts.numbers.place({0: 2, 1: 2})
+    assert three.hosts.missing == [1], "a host that was given back is wanted again"

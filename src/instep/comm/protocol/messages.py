@@ -11,8 +11,17 @@ from typing import Any, TypeAlias
 import msgspec
 
 from instep.comm.encryption.certificates import Credentials
+from instep.comm.protocol.gate_messages import Attend as Attend
+from instep.comm.protocol.gate_messages import Attending as Attending
+from instep.comm.protocol.gate_messages import Certified as Certified
+from instep.comm.protocol.gate_messages import Certify as Certify
+from instep.comm.protocol.gate_messages import EndIfStopped as EndIfStopped
+from instep.comm.protocol.gate_messages import Join as Join
+from instep.comm.protocol.gate_messages import Joined as Joined
+from instep.comm.protocol.gate_messages import Leave as Leave
+from instep.comm.protocol.gate_messages import Serve as Serve
 
-VERSION = 10
+VERSION = 11
 """Version of the messages below; both ends of a channel must have the same."""
 
 
@@ -128,36 +137,6 @@ class StartWorker(Message, frozen=True):
     """What it is to show; None where connections are not encrypted."""
 
 
-class Certify(Message, frozen=True):
-    """To the launcher, from a machine without a certificate: make one for this key."""
-
-    secret: str
-    """Of its join token."""
-    public_key: str
-    """PEM."""
-
-
-class Certified(Message, frozen=True):
-    """The certificate that a token has bought."""
-
-    certificate: str
-    """PEM."""
-
-
-class Join(Message, frozen=True):
-    """To the launcher, from a machine that somebody started `instep host` on, with a certificate
-    that says which one it is."""
-
-    who: str = ""
-    """Machine and process in words."""
-
-
-class Joined(Message, frozen=True):
-    """It may stay, as this one."""
-
-    place: str
-
-
 class Meet(Message, frozen=True):
     """To process 0 of `instep.join`, from another process that looks for its run."""
 
@@ -171,24 +150,6 @@ class Met(Message, frozen=True):
     """What tells the start of process 0 from others."""
     versions: dict[str, str]
     """Of process 0."""
-
-
-class Serve(Message, frozen=True):
-    """To a machine that has joined: start a fork server."""
-
-    endpoint: dict[str, Any]
-    logs: str
-    run_id: str
-    needs: dict[str, Any]
-    """What the machine must have (`launch/node.py`)."""
-
-
-class EndIfStopped(Message, frozen=True):
-    """To a machine that has joined: kill the fork server, if it was stopped."""
-
-
-class Leave(Message, frozen=True):
-    """To a machine that has joined, or a client of hosts: they are not needed any more."""
 
 
 class Adopt(Message, frozen=True):
@@ -266,6 +227,8 @@ class Scale(Message, frozen=True):
     """From a client: change the number of workers; the reply is `Answer`."""
 
     workers: int
+    places: list[int] | None = None
+    """Workers that there is room for, by host; None: they may be on any."""
 
 
 class AddHosts(Message, frozen=True):
@@ -600,6 +563,8 @@ AnyMessage: TypeAlias = (
     | Serve
     | EndIfStopped
     | Leave
+    | Attend
+    | Attending
     | Adopt
     | Exited
     | Signal

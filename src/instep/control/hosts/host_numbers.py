@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 
 class HostNumbers:
@@ -19,6 +19,8 @@ class HostNumbers:
         self.servers = frozenset(servers)
         self.draining: frozenset[int] = frozenset()
         """Those whose machines are about to go."""
+        self.places: Mapping[int, int] | None = None
+        """Workers that there is room for on each; None: any number, anywhere."""
         self._count = count
         self._retired: set[int] = set()  # also those that have left
         self._given_back: set[int] = set()
@@ -26,6 +28,8 @@ class HostNumbers:
     @property
     def due(self) -> set[int]:
         """Those that are to be connected: not those that left or were given back."""
+        if self.places is not None:
+            return {n for n in self.all - self._retired if self.places.get(n)}
         return self.all - self._retired - self._given_back
 
     @property
@@ -57,6 +61,11 @@ class HostNumbers:
         workers.
         """
         self.draining = frozenset(numbers)
+
+    def place(self, places: Mapping[int, int]) -> None:
+        """Allow no more workers than this on each; those without room are about to go."""
+        self.places = places
+        self.drain([n for n in self.all if not places.get(n)])
 
     def give_back(self, number: int) -> None:
         """The run does without a host, until it is taken again or comes back."""

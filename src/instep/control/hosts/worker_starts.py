@@ -93,6 +93,7 @@ class WorkerStarts:
         *,
         of: int = 0,
         home: int | None = None,
+        apart: Collection[int] = (),
     ) -> None:
         """Start a worker, unless that is under way.
 
@@ -107,6 +108,7 @@ class WorkerStarts:
             of: how many workers the run shall have.
             home: the host where the process before it left memory, if it did; that one is
                 preferred.
+            apart: members that need no place.
         """
         if not self.may_start(worker):
             return
@@ -117,6 +119,9 @@ class WorkerStarts:
         if servers := hosts.numbers.servers:  # each role on its own hosts, as long as there is one
             fit = [n for n in living if (n in servers) == (role == "server")]
             living = fit or living
+        if role == "worker":
+            room = self._room({n: host for n, host in there.items() if n not in apart})
+            living = [n for n in living if room(n)]
         size = together(self._mesh, -(-of // max(1, len(living))))
         near = Counter(host for n, host in there.items() if n // size == worker // size)
         workers = Counter(there.values())
@@ -127,6 +132,31 @@ class WorkerStarts:
             shown = self._issue(Identity(role, worker, host))
             order = m.StartWorker(number=worker, log=log, role=role, credentials=shown)
             hosts.send(host, order)
+
+    def _room(self, there: Mapping[int, int]) -> Callable[[int], int]:
+        """How many more workers there is room for on a host; at least one where nobody says.
+
+        Args:
+            there: worker to its host.
+        """
+        places, workers = self._hosts.numbers.places, Counter(there.values())
+        if places is None:
+            return lambda _: 1
+        return lambda host: max(0, places.get(host, 0) - workers[host])
+
+    def beyond(self, placed: Mapping[int, int]) -> list[int]:
+        """Workers for which there is no room on their hosts, the newest of each.
+
+        Args:
+            placed: worker to its host.
+        """
+        places = self._hosts.numbers.places
+        if places is None:
+            return []
+        by_host: dict[int, list[int]] = {}
+        for worker, host in sorted(placed.items()):
+            by_host.setdefault(host, []).append(worker)
+        return [w for host, each in by_host.items() for w in each[places.get(host, 0) :]]
 
     def started(self, worker: int, host: int) -> bool:
         """A worker has connected, or ended before that; whether it was to be started there."""
@@ -144,7 +174,8 @@ class WorkerStarts:
         """
         hosts = self._hosts
         quiet = any(map(hosts.is_quiet, hosts.connected))
-        if quiet or not (hosts.several and hosts.all_settled):
+        placed_by_others = hosts.numbers.places is not None
+        if quiet or placed_by_others or not (hosts.several and hosts.all_settled):
             return None
         workers = Counter(placed.values())
         there = hosts.for_workers
@@ -156,7 +187,7 @@ class WorkerStarts:
         return max((worker for worker in movable if worker not in stay), default=None)
 
     def to_move(self, placed: Mapping[int, int], stay: Collection[int]) -> list[int]:
-        """Workers on hosts that are about to go, where another host can take them.
+        """Workers on hosts that are about to go or have no room, where another can take them.
 
         Args:
             placed: worker to its host.
@@ -164,5 +195,9 @@ class WorkerStarts:
         """
         if all(map(self._hosts.is_quiet, self._hosts.for_workers)):
             return []
+        if self._hosts.numbers.places is not None:
+            workers = {w: host for w, host in placed.items() if w not in stay}
+            room = self._room({**workers, **self._underway})
+            return self.beyond(workers)[: sum(map(room, self._hosts.for_workers))]
         draining = self._hosts.numbers.draining
         return [w for w, host in sorted(placed.items()) if host in draining and w not in stay]

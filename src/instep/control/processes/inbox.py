@@ -191,13 +191,22 @@ class Inbox:
             case m.Emit(name=name, fields=fields, again=earlier):
                 again = earlier or connection.resends > 0
                 self.recorder.record_event(name, fields, again=again)
-            case m.Scale(workers=workers):
+            case m.Scale(workers=workers, places=places):
                 refusal = refuse_scale(self.state(), self.job, workers)
                 self.roster.hub.send(peer, m.Answer(refusal=refusal))
                 if not refusal:
-                    yield Scaled(workers)
+                    yield Scaled(workers, first=self._without_place(places))
             case _:
                 raise TypeError(message)
+
+    def _without_place(self, places: list[int] | None) -> frozenset[int]:
+        """Allow so many workers on each host; returns those that are too many there."""
+        if places is None:
+            return frozenset()
+        self.roster.hosts.numbers.place(dict(enumerate(places)))
+        servers = self.state().servers
+        workers = {n: host for n, host in self.roster.placed().items() if n not in servers}
+        return frozenset(self.roster.starts.beyond(workers))
 
     def _host_ended(self, ended: m.HostEnded) -> Iterator[Event]:
         number = ended.number

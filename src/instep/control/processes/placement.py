@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.comm.protocol.messages import HostUnneeded
-from instep.control.decisions.events import Noticed
+from instep.control.decisions.events import HostJoined, Noticed
 from instep.control.decisions.phases import KILLED
 from instep.control.decisions.state import State
 from instep.control.processes.roster import Roster
@@ -42,9 +42,10 @@ class WorkerPlaces:
         left, hello = state.drains or role == "server" or only, self.roster.worker(number).hello
         home = hello.host if left and hello is not None else None
         workers = len(state.wanted - state.servers)
-        self.roster.starts.start(number, log, placed, role, of=workers, home=home)
+        starts, apart = self.roster.starts, state.servers
+        starts.start(number, log, placed, role, of=workers, home=home, apart=apart)
 
-    def spread(self) -> Iterator[Noticed]:
+    def spread(self) -> Iterator[Noticed | HostJoined]:
         """Move workers from hosts that are about to go, or one to a host that has come back, when
         nothing else changes; and give back hosts that are not needed.
 
@@ -53,6 +54,7 @@ class WorkerPlaces:
         """
         if not self.roster.hosts.several:
             return
+        yield from self._wait_for_room()
         state, members = self.state(), set(self.state().group)
         self.roster.hosts.numbers.take_again(len(state.wanted - state.servers))
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
@@ -70,6 +72,14 @@ class WorkerPlaces:
         yield from map(Noticed, moved)
         if not moved and self.gives_back:
             self._give_back(placed)
+
+    def _wait_for_room(self) -> Iterator[HostJoined]:
+        """Start workers for which there was no room, in case there is some now."""
+        state, roster = self.state(), self.roster
+        if roster.hosts.numbers.places is None or state.phase not in ("gathering", "training"):
+            return
+        if any(n not in roster.placed() and roster.starts.may_start(n) for n in state.needed):
+            yield HostJoined()
 
     def _give_back(self, placed: Mapping[int, int]) -> None:
         """Ask the client to end a host that the run can do without."""

@@ -1,0 +1,1 @@
+"""The hosts of a pool as a launcher. Way in: `launcher.PoolLauncher`."""

@@ -1,0 +1,1 @@
+"""The hosts of a pool: who works where, and the machines on both ends."""
