@@ -31,6 +31,7 @@ import instep
 import instep.client.join.joining
 import instep.client.join.session
 import instep.worker.training.training
+import warm
 from instep.errors import InstepError
 from instep.events import STEPS as STEP_RECORDS
 from instep.events import read_events, read_records
@@ -188,8 +189,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    warm.begin()
     torch.set_num_threads(1)
     # on a GPU numbers would be cut to 10 bits in some passes, by their number of samples
     torch.backends.cudnn.allow_tf32 = False
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+    with warm.warm_roles():
+        for line in sys.stdin:
+            print(json.dumps(answer(json.loads(line))), flush=True)

@@ -1,5 +1,6 @@
 """Starts programs for real, and ends whatever a failed test leaves of them."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,17 +8,31 @@ from pathlib import Path
 import pytest
 from started import RECIPES, Start, Started
 
+from warm import warm_roles
+
 sys.path.append(str(RECIPES))  # so that a test can import a recipe, as its neighbours do
 
 
+def _is_cold(node: pytest.Item) -> bool:
+    return node.get_closest_marker("cold") is not None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _roles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The first master and fork server of a run that a test itself starts are forks."""
+    with contextlib.nullcontext() if _is_cold(request.node) else warm_roles():
+        yield
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """`start(*arguments)`: this Python with these arguments, watched."""
     programs: list[Started] = []
+    warm = not _is_cold(request.node)
 
     def begin(*command: object, environment: dict[str, str] | None = None) -> Started:
         folder = tmp_path / f"program-{len(programs)}"
-        programs.append(Started(folder, command, environment))
+        programs.append(Started(folder, command, environment, warm=warm))
         return programs[-1]
 
     yield begin

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import listening
 import numpy as np
@@ -25,6 +25,7 @@ import psutil
 from safetensors.numpy import load_file
 
 from instep.events import LEDGER, STEPS, read_events, read_records
+from warm import MARK, READ_ONCE, Forked
 
 RECIPES = Path(__file__).parent / "recipes"
 TIMEOUT_S = 600.0
@@ -33,7 +34,6 @@ TIMEOUT_S = 600.0
 EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 """After `-c`: become the program of the words that follow."""
 
-_MARK = "INSTEP_TEST_MARK"
 _SHARED = Path("/dev/shm")
 
 
@@ -44,10 +44,16 @@ class Started:
         folder: empty, for this program alone; it works in `folder / "work"`.
         command: arguments of this Python.
         environment: laid over ours.
+        warm: whether `-m instep` may be a fork of a process that has imported what it needs.
     """
 
     def __init__(
-        self, folder: Path, command: Iterable[object], environment: dict[str, str] | None = None
+        self,
+        folder: Path,
+        command: Iterable[object],
+        environment: dict[str, str] | None = None,
+        *,
+        warm: bool = False,
     ) -> None:
         self.work, self._temporary, self._home = (folder / n for n in ("work", "temporary", "home"))
         for each in (self.work, self._temporary, self._home):
@@ -55,27 +61,19 @@ class Started:
         self._mark = secrets.token_hex(8)
         self._outputs = folder / "stdout", folder / "stderr"
         self._shared = set(os.listdir(_SHARED)) if _SHARED.is_dir() else set()
+        self.process: Forked | subprocess.Popen[bytes]
         self.listened: set[str] = set()
         """Every local address that a process of the program was seen to listen on."""
         own = {
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self._temporary),
             "HOME": str(self._home),
-            _MARK: self._mark,
+            MARK: self._mark,
         }
-        # a shell that starts the tests in the background has them ignore Ctrl-C, which is inherited
-        ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+        words, everything = [*map(str, command)], {**os.environ, **own, **(environment or {})}
         with self._outputs[0].open("ab") as out, self._outputs[1].open("ab") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                cwd=self.work,
-                env={**os.environ, **own, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-        signal.signal(signal.SIGINT, ours)
+            start = _forked if warm and _may_be_forked(words, environment or {}) else _fresh
+            self.process = start(words, self.work, everything, out, err)
 
     # ---- what it said and wrote
 
@@ -115,7 +113,7 @@ class Started:
 
     def processes(self) -> list[psutil.Process]:
         """Those that are alive now, the program itself among them."""
-        return marked(_MARK, self._mark)
+        return marked(MARK, self._mark)
 
     def is_training(self) -> bool:
         """Whether both workers have told of a step."""
@@ -186,6 +184,36 @@ class Started:
 
 Start: TypeAlias = Callable[..., Started]
 """Starts a program, with these arguments."""
+
+
+def _may_be_forked(words: list[str], environment: dict[str, str]) -> bool:
+    return words[:2] == ["-m", "instep"] and not any(map(READ_ONCE.match, environment))
+
+
+def _forked(
+    words: list[str], folder: Path, environment: dict[str, str], out: IO[bytes], err: IO[bytes]
+) -> Forked:
+    with open(os.devnull, "rb") as nothing:
+        files = {0: nothing.fileno(), 1: out.fileno(), 2: err.fileno()}
+        return Forked("instep", files, words=words[2:], folder=folder, environment=environment)
+
+
+def _fresh(
+    words: list[str], folder: Path, environment: dict[str, str], out: IO[bytes], err: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    # a shell that starts the tests in the background has them ignore Ctrl-C, which is inherited
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
+    )
+    signal.signal(signal.SIGINT, ours)
+    return process
 
 
 def _is_torchs_own(path: Path) -> bool:

@@ -15,7 +15,7 @@ from instep.data.order import micro_batch
 from instep.errors import WorkerError
 from instep.events import Kind
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 TRAIN = {"epochs": 3, "global_batch": 16, "threads": 1}  # as in the fixture `finished`
 SUMMARY = {

@@ -13,7 +13,7 @@ from started import Start, Started
 from instep.store.run_folder import RunFolder
 from marks import slow
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 ENDLESS = ("train.steps=100000000", "train.global_batch=16", "train.threads=1", "data.loaders=1")
 

@@ -20,7 +20,7 @@ from instep.launch.local import LocalLauncher
 from instep.system.environment import SCHEDULERS
 from marks import slow
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 
 class Master:

@@ -20,7 +20,7 @@ from instep.system.lease import HUNG_S
 from instep.system.processes import SPARE
 from marks import slow
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 __all__ = ["undisturbed"]  # the fixture
 LONG = RECIPES / "joined_for_long.py"

@@ -19,7 +19,7 @@ from instep.launch.local import LocalLauncher
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import SPARE
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 
 class Host:

@@ -13,7 +13,7 @@ from started import RECIPES, Start, Started
 
 import instep
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 STRANGERS, FILES = 2000, 1024
 TRAIN = {"epochs": 150, "global_batch": 16, "threads": 1, "determinism": "bits"}

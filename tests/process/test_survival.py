@@ -19,7 +19,7 @@ from instep.events import STEPS, read_records
 from instep.system.limits import UNKNOWN_S
 from marks import slow
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 __all__ = ["undisturbed"]  # the fixture
 STEPS_OF_A_RUN = 300

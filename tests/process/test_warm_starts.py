@@ -15,7 +15,7 @@ from instep.events import read_events
 from instep.store.run_folder import RunFolder
 from instep.system.processes import has_ended
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 NAMES = ["instep-host", "instep-master"]
 
