@@ -1,7 +1,9 @@
 """Draw `docs/pictures/balance.svg`: what each way of balance does to the batches of one real set.
 
-python docs/make_balance_picture.py             write the picture, and print its figures
-python docs/make_balance_picture.py --check     exit 1 if the picture is not what would be written
+python docs/make_balance_picture.py             write picture and table, and print their figures
+python docs/make_balance_picture.py --check     exit 1 if one is not what would be written
+
+The table, of the same batches, is in `docs/guides/unbalanced-classes.md`.
 
 The set is that of the digits of scikit-learn, of which 18 images of an eight and 6 of a nine are
 left. Each column of a panel is a global batch of 64 of the first epoch, as a run with seed 1 plans
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from sklearn.datasets import load_digits
+from torch.utils.data import WeightedRandomSampler
 
 from instep.data.balance import (
     ClassOrder,
@@ -28,7 +32,8 @@ from instep.data.balance import (
 from instep.data.order import Order
 from instep.data.splits.columns import Classes, Column
 
-PICTURE = Path(__file__).resolve().parent / "pictures" / "balance.svg"
+DOCS = Path(__file__).resolve().parent
+PICTURE, GUIDE = DOCS / "pictures" / "balance.svg", DOCS / "guides" / "unbalanced-classes.md"
 BATCH, SEED, LEFT = 64, 1, {8: 18, 9: 6}
 """Samples of a batch, seed of the job, and how many images of a class are left."""
 
@@ -43,6 +48,7 @@ STYLE = (
 )
 
 Counts = np.ndarray[Any, np.dtype[np.float64]]
+Labels = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Panel(NamedTuple):
@@ -64,21 +70,30 @@ def labels() -> np.ndarray[Any, np.dtype[np.int64]]:
     return found
 
 
-def panels() -> list[Panel]:
-    """All ways, in their order."""
-    classes = labels()
+def orders_of(classes: Labels) -> dict[str, Any]:
+    """The order of a run's epochs, by the way of balance."""
     members = Members(Classes.of(Column("labels", classes), len(classes)).codes)
-    counts = np.bincount(classes)
-    weights = class_weights(counts, "inverse")
     every = planned_counts(members.counts, "inverse")
-    even = 1 / counts[classes]
-    orders: dict[str, Any] = {
+    return {
         "none": Order(len(classes), SEED),
         "stratified": InProportion(members, SEED),
         "resample": ClassOrder(members, every, SEED),
-        "sampler": Wished(even / even.sum() * len(classes), SEED),
+        "sampler": Wished(wishes(classes), SEED),
     }
-    found = {name: batches(order, classes) for name, order in orders.items()}
+
+
+def wishes(classes: Labels) -> Counts:
+    """How often a `WeightedRandomSampler` for classes in balance wants each image."""
+    even = 1 / np.bincount(classes)[classes]
+    found: Counts = even / even.sum() * len(classes)
+    return found
+
+
+def panels() -> list[Panel]:
+    """All ways, in their order."""
+    classes = labels()
+    weights = class_weights(np.bincount(classes), "inverse")
+    found = {name: batches(order, classes) for name, order in orders_of(classes).items()}
     return [
         Panel("no balance", found["none"], "each image once, batches as chance has them"),
         Panel("stratified", found["stratified"], "each image once, classes in proportion"),
@@ -100,6 +115,58 @@ def batches(order: Any, classes: np.ndarray[Any, Any]) -> Counts:
         for n in range(0, positions, BATCH)
     ]
     return np.array(rows, np.float64)
+
+
+def table() -> str:
+    """The rows of the guide."""
+    classes = labels()
+    orders = orders_of(classes)
+    draw = torch.Generator().manual_seed(SEED)
+    drawn = WeightedRandomSampler(wishes(classes).tolist(), len(classes), generator=draw)
+    epochs = {
+        "none": [taken(orders["none"])],
+        "`stratified`": [taken(orders["stratified"])],
+        "`resample`": [taken(orders["resample"])],
+        "a `WeightedRandomSampler` in torch": [np.array([*drawn])],
+        "the same sampler, planned": [taken(orders["sampler"], epoch) for epoch in (0, 1)],
+    }
+    return "".join(row(name, each, classes) for name, each in epochs.items())
+
+
+def taken(order: Any, epoch: int = 0) -> Any:
+    """The images of an epoch, in their order."""
+    positions = order.positions(epoch) if hasattr(order, "positions") else order.samples
+    return order.indices(epoch, 0, positions)
+
+
+def row(name: str, epochs: list[Any], classes: Labels) -> str:
+    """A row of the table: of the first epoch, and what two leave out where there are two."""
+    first = epochs[0]
+    counts = np.array(
+        [
+            np.bincount(classes[first[n : n + BATCH]], minlength=10)
+            for n in range(0, len(first), BATCH)
+        ]
+    )
+    low, high = counts.min(0), counts.max(0)
+    without = 100 * float((counts[:, 9] == 0).mean())
+    unseen = [
+        100 * (1 - len(np.unique(np.concatenate(epochs[:n]))) / len(classes))
+        for n in range(1, len(epochs) + 1)
+    ]
+    said = f"{unseen[0]:.0f} %"
+    if unseen[1:]:
+        said += f" in this epoch, {unseen[1]:.0f} % after two"
+    most = int(np.bincount(first).max())
+    ranges = " | ".join(f"{low[each]} to {high[each]}" for each in (8, 9))
+    return f"| {name} | {len(counts)} | {ranges} | {without:.0f} % | {said} | {most} |\n"
+
+
+def guide() -> str:
+    """The guide with this table."""
+    text = GUIDE.read_text(encoding="utf-8")
+    begin = text.index("\n", text.index("\n", text.index("| way | steps | eights")) + 1) + 1
+    return text[:begin] + table() + text[text.index("\n\n", begin) + 1 :]
 
 
 def weighed(counts: Counts, weights: Counts) -> Counts:
@@ -164,9 +231,12 @@ def main() -> int:
     """Write the picture, or compare it."""
     found = panels()
     picture = drawn(found)
+    text = guide()
     if "--check" in sys.argv[1:]:
-        return int(PICTURE.read_text(encoding="utf-8") != picture)
+        same = PICTURE.read_text(encoding="utf-8"), GUIDE.read_text(encoding="utf-8")
+        return int(same != (picture, text))
     PICTURE.write_text(picture, encoding="utf-8")
+    GUIDE.write_text(text, encoding="utf-8")
     for panel in found:
         print(panel.name, len(panel.counts), *figures(panel), sep="; ")
     return 0

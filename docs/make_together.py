@@ -47,12 +47,13 @@ ROWS: dict[str, tuple[str, ...]] = {
     "`stop.gradient_norm`": ("norm_rule",),
     "`check.corruption`": ("corruption",),
     "`start.learning_rates`": ("learning_rates",),
-    "`data.parts`": ("parts",),
+    "`data.parts` of shards": ("parts",),
     "`data.balance` (`resample`, `augment`, `stratified`)": ("balance",),
     "`data.balance = 'reweight'`": ("balance", "reweight"),
     "`train.tokens_per_batch`": ("tokens",),
     "`[[data.sources]]`": ("sources",),
     "a [stream](../guides/streams.md) (`IterableDataset`)": ("iterable",),
+    "a stream that is read once (`data.once`)": ("once", "iterable"),
     "a loop of your own": ("own_loop",),
     "`Recipe.turns`": ("turns",),
     "`Recipe.batch_loss`": ("batch_loss",),
@@ -109,6 +110,12 @@ than one of these axes.
 
 _NAMES = {
     "cuda": "`train.device = 'cuda'`",
+    "private": "`[privacy]`",
+    "reweight": "`data.balance = 'reweight'`",
+    "ema": "`train.ema`",
+    "once": "`data.once`",
+    "clip": "`sync.options.clip`",
+    "median": "`sync.options.combine = 'median'`",
     "stratified": "`data.balance = 'stratified'`",
     "in_order": "`data.order = 'dataset'`",
     "sampler": "a `DataLoader` with a `WeightedRandomSampler`",
@@ -183,7 +190,7 @@ def page() -> str:
     pairs = [
         f"| {_name(one)} | {_name(other)} | {why} |"
         for (one, other), why in CLASHES.items()
-        if one not in AXES
+        if one not in AXES and other not in AXES
     ]
     table = "\n".join(lines) + "\n"
     middle = _REASONS.format(reasons=f"{numbered}.", codecs=codecs())

@@ -48,7 +48,7 @@ EVENTS = {
     "samples of each part lie on its host)",
     "stream_divided": "parts, window (samples of a part that are mixed; 0: none), sizes (samples "
     "of each part in an epoch; empty if it begins again for ever), has_state (whether the dataset "
-    "says where it is)",
+    "says where it is), once (whether it cannot be read again)",
     "samples_given": "worker, step, samples, bytes (that other workers have got from it so far)",
     "shards_copied": "worker, step, shards, bytes (that it has copied to its host so far)",
     "data_split": "split, samples (of the dataset), train and validation (samples of each side), "
@@ -57,8 +57,9 @@ EVENTS = {
     "(of those to validate on, how many are trained on too), example (one, and its twin), classes "
     "(how often each label is on each side, where the split needs labels)",
     "data_balanced": "balance (of the job; or sampler, that of a DataLoader), names (of the "
-    "classes; empty if they are too many), before (samples of each), planned (positions of each in "
-    "an epoch), class_weights (of each, in the loss), seen_least (how often a sample comes in an "
+    "classes; empty if they are too many), before (samples of each; empty where they are not "
+    "counted), planned (positions of each in an epoch; of a million, where none is counted), "
+    "class_weights (of each, in the loss), seen_least (how often a sample comes in an "
     "epoch at least)",
     "data_lengths": "tokens_per_batch (of the job; or null), sampler (of a DataLoader; or empty), "
     "window (samples that are sorted with each other), steps (of an epoch), mean (length of a "

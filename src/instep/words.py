@@ -293,6 +293,8 @@ def stream_in_words(event: Mapping[str, Any]) -> str:
     window, parts = event["window"], plural(event["parts"], "part")
     mixed = f"mixed within {plural(window, 'sample')} of each" if window else "not mixed"
     where = "it says where it is" if event["has_state"] else "without a state of its own"
+    if event.get("once"):
+        where = "read once, and kept until its steps are committed"
     return f"{parts}, {mixed}; {where}"
 
 

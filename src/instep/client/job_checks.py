@@ -115,7 +115,7 @@ def _check_start(job: JobSpec, *, resumed: bool) -> None:
 def _of_split(job: JobSpec) -> Iterator[InstepError]:
     """Refuse parts without their order, a split that does not exist, a column it does not use."""
     data = job.data
-    if data.parts and data.order == "global":
+    if data.parts and data.order == "global" and not data.sources:
         yield SpecError(
             f"data.parts = {data.parts} draws each micro-batch from one part, which data.order = "
             f"{data.order!r} does not. Set data.order = 'windowed', or leave data.parts out."

@@ -20,8 +20,8 @@ from instep.data.parts.cut import parts_order
 from instep.data.reading.choose import COUNTED, FINGERPRINT, OF_CONTENTS, Handler, choose
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice, length_of
 from instep.data.reading.readers import Ahead, Inline, Reader
-from instep.data.reading.streams.stream import Stream
-from instep.data.reading.streams.turns import Turns
+from instep.data.reading.streams.mixed import AnyStream
+from instep.data.reading.streams.shares import turns_of
 from instep.data.reading.template import Say
 from instep.data.samples.contents import Record, Selection
 from instep.data.samples.fingerprint import Fingerprint
@@ -72,10 +72,8 @@ class Loader:
     """
 
     mode: Literal["inline", "ahead", "processes"]
-    """`inline` reads when asked, `ahead` in one thread, `processes` in forked ones.
-
-    The user's code never runs in a thread beside the one that takes the batches."""
-
+    """`inline` reads when asked, `ahead` in one thread, `processes` in forked ones. The user's code
+    never runs in a thread beside the one that takes the batches."""
     why: str
     """The measurement or the setting behind `mode`."""
 
@@ -125,6 +123,7 @@ class Loader:
         """Whether samples that cannot be read are skipped."""
         self.agree: Callable[[Slice, Read], Read] = lambda part, read: read
         """Called with each slice that was read; what it returns is handed out."""
+        self._asked: Callable[[Slice], Slice] = lambda part: part
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
         self._closed = False
@@ -158,8 +157,8 @@ class Loader:
         """
         train = name == "training"
         how = HowSampled.of(order)
-        if isinstance(parts.dataset, Stream):
-            how = how._replace(order=Turns.of_job(job, parts.dataset.plan))
+        if isinstance(parts.dataset, AnyStream):
+            how = how._replace(order=turns_of(job, parts.dataset.plan))
         elif train and how.order is None and job.data.order == "windowed":
             samples, lanes = length_of(parts.dataset), job.per_commit.micro_batches
             if job.data.parts:
@@ -233,10 +232,7 @@ class Loader:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds that the thread which reads ahead has used; any thread may call it.
-
-        0.0 where the slices are read by the thread that takes them, or by processes.
-        """
+        """CPU seconds that the thread which reads ahead has used; any thread may call it."""
         ahead = self._ahead
         return ahead.cpu_s if ahead is not None else 0.0
 
@@ -244,6 +240,10 @@ class Loader:
     def pids(self) -> list[int]:
         """Process numbers of the loader processes; none in the other modes."""
         return self._pool.pids if self._pool else []
+
+    def put_in_place(self, asked: Callable[[Slice], Slice] = lambda part: part) -> None:
+        """Let a function say what `read` reads in the place of a slice."""
+        self._asked = asked
 
     def mark(self, marks: Iterable[Mark]) -> None:
         """Skip samples, or read them alone, from the next `read` on (`Fetch.mark`)."""
@@ -302,7 +302,7 @@ class Loader:
         reader = self._reader()
         waiting: deque[tuple[Slice, Any]] = deque()
         try:
-            for part in slices:
+            for part in map(self._asked, slices):
                 waiting.append((part, None if part.first == part.stop else reader.submit(part)))
                 if len(waiting) > reader.ahead:
                     self._listen(reader, waiting)

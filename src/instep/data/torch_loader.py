@@ -29,7 +29,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from instep.data.order import Indices
-from instep.data.reading.streams.stream import Stream, is_stream
+from instep.data.reading.streams.mixed import AnyStream
+from instep.data.reading.streams.stream import is_stream
 from instep.errors import RecipeError
 from instep.words import a_or_an, listed
 
@@ -106,7 +107,7 @@ class LoaderParts(NamedTuple):
     @property
     def streams(self) -> bool:
         """Whether it gives samples one after the other alone."""
-        return isinstance(self.dataset, Stream) or is_stream(self.dataset)
+        return isinstance(self.dataset, AnyStream) or is_stream(self.dataset)
 
     @property
     def chosen(self) -> str:
@@ -159,7 +160,7 @@ class LoaderParts(NamedTuple):
         sampler, batches = _sampler(self.loader), self.loader.batch_sampler
         stream = isinstance(self.loader.dataset, IterableDataset)
         grouped = planned and self.grouped is not None
-        if type(batches) is not BatchSampler and not grouped:
+        if _kind(batches) is not BatchSampler and not grouped:
             yield Unused(
                 f"{of} has a batch_sampler ({type(batches).__name__}), which is not used: every "
                 "sample comes once in an epoch, in batches of train.global_batch",
@@ -175,7 +176,7 @@ class LoaderParts(NamedTuple):
                 "comes once in an epoch",
                 "" if divides else _HOW_OFTEN,
             )
-        elif not often and type(batches) is BatchSampler:
+        elif not often and _kind(batches) is BatchSampler:
             yield from _unused_order(of, sampler, shuffled)
         yield from _unused_drop(of, batches)
         if self.loader.generator is not None:
@@ -198,7 +199,7 @@ class LoaderParts(NamedTuple):
         """Whether an epoch uses each sample of what is read once."""
         if type(sampler) is SubsetRandomSampler:  # what it leaves out is not read
             return True
-        if type(sampler) is RandomSampler:
+        if _kind(sampler) is RandomSampler:
             once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         else:
             once = type(sampler) is SequentialSampler
@@ -231,7 +232,7 @@ def _unused_order(of: str, sampler: Any, shuffled: bool | None) -> Iterator[Unus
             "from the job's seed. Set data.order = 'dataset' for the order of the dataset"
         )
     elif type(sampler) is not SequentialSampler and shuffled is False:
-        random = type(sampler) is RandomSampler
+        random = _kind(sampler) is RandomSampler
         yield Unused(
             f"{of} has {'shuffle = True' if random else 'a SubsetRandomSampler'}, which "
             "is not used to shuffle: data.order = 'dataset' takes the samples in the "
@@ -242,7 +243,15 @@ def _unused_order(of: str, sampler: Any, shuffled: bool | None) -> Iterator[Unus
 def _sampler(loader: Any) -> Any:
     """The sampler; a batch sampler that the user gave has its own."""
     batches = loader.batch_sampler
-    return batches.sampler if type(batches) is BatchSampler else loader.sampler
+    return batches.sampler if _kind(batches) is BatchSampler else loader.sampler
+
+
+def _kind(sampler: Any) -> type:
+    """Its class; torch's for what torchdata's `StatefulDataLoader` has in the place of that."""
+    kind = type(sampler)
+    if kind.__module__ != "torchdata.stateful_dataloader.sampler":
+        return kind
+    return {"BatchSampler": BatchSampler, "RandomSampler": RandomSampler}.get(kind.__name__, kind)
 
 
 def columns_in(dataset: Any) -> str:
@@ -257,7 +266,7 @@ def columns_in(dataset: Any) -> str:
         "wanted, in which dataset[0] is the first sample. If the values are columns, give rows: "
         "torch.utils.data.TensorDataset(*columns.values()), or [dict(zip(columns, row)) for row in "
         "zip(*columns.values())]. If they are datasets, give one of them. Recipe.train alone "
-        "takes a dict of map-style ones, of which none is a list, a stream or a DataLoader."
+        "takes a dict, of map-style ones that are no lists, or of streams; none is a DataLoader."
     )
 
 

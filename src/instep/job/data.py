@@ -40,6 +40,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     stream (`IterableDataset`): the iterators it is divided into; 0: the `num_workers` of its
     `DataLoader`, or 1."""
 
+    once: bool = False
+    """A stream gives each sample once, as a socket or a queue does, and cannot be read again: what
+    was read is kept in memory that outlives its process until its step is committed."""
+
     copies: Positive = 1
     """Hosts that are to have each shard of `parts`: where they are fewer, others copy it into their
     folders while the run trains. A lost host's parts are computed where their copies lie."""

@@ -18,8 +18,8 @@ from instep.data.order import AnyOrder, Order
 from instep.data.parts.order import PartsOrder
 from instep.data.reading import generators
 from instep.data.reading.fetch import seed_for_sample
-from instep.data.reading.streams.stream import Stream
-from instep.data.reading.streams.turns import Turns
+from instep.data.reading.streams.mixed import AnyStream
+from instep.data.reading.streams.shares import turns_of
 from instep.data.samples.contents import Selection, content_of
 from instep.data.samples.unreadable import describe_error
 from instep.data.shards.urls.remote import use_cache
@@ -128,6 +128,12 @@ def compare(run: RunFolder, most: int | None = None) -> ContentProof:
         RunError: the run has no recipe that can be called again.
         RecipeError: the recipe cannot be called.
     """
+    if run.spec.data.once:
+        raise RunError(
+            f"{run.path} was trained on a stream that gives each sample once (data.once = true), "
+            "so nothing can be compared with a plain read. Leave --content out: the ledger shows "
+            "whether each sample was used once."
+        )
     rows = _recorded(run)
     due, recorded = _coverage(run, rows)
     if not len(rows):
@@ -192,8 +198,8 @@ def _order(run: RunFolder, samples: int) -> AnyOrder | None:
         order = plan_data(job, split_data(job, _recipe(run)).recipe).how.order
         if order is not None:
             return order
-    if isinstance(stream := _recipe(run).train, Stream):
-        return Turns.of_job(job, stream.plan)
+    if isinstance(stream := _recipe(run).train, AnyStream):
+        return turns_of(job, stream.plan)
     if job.data.order == "windowed":
         known = next(e for e in run.named("dataset_known") if e["dataset"] == "training")
         sizes, counts = np.array(known["shards"], np.int64).reshape(-1, 2).T

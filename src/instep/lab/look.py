@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from instep.data.order import Order, key
-from instep.data.reading.streams.stream import Stream
+from instep.data.reading.streams.mixed import AnyStream
 from instep.data.samples.contents import content_of
 from instep.report.figures.lengths import sizes_of
 
@@ -29,7 +29,7 @@ def look(dataset: Any, seed: int, most: int) -> FewSamples:
     """Read a keyed choice of samples; unreadable ones are reported when they are trained on."""
     found = FewSamples([], [], [])
     samples = len(dataset)
-    if isinstance(dataset, Stream):
+    if isinstance(dataset, AnyStream):
         numbers = dataset.few(most)
     else:
         order = Order(samples, key(seed, _OF_LOOK))

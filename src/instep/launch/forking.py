@@ -232,7 +232,7 @@ class Server:
             self._memory_files.keep_only(order.number, memory)
             from instep.process import main as work
 
-            give(memory)
+            give(memory, self._memory_files.shared)
             # workers of this host that live have a page each, also of a server before this one
             local_rank = page.number if page is not None else MOST_PAGES
             phases = {**self._phases, "forked": forked}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from instep.data.mixture import JoinedSources, are_sources
 from instep.data.reading.batched import offers
+from instep.data.reading.streams.mixed import JoinedStreams, are_streams
 from instep.data.torch_loader import LoaderParts, check_dataset, unpack_loader
 from instep.errors import InstepError, RecipeError, caught, near_miss, raise_all
 from instep.recipe.callbacks import check_callbacks
@@ -74,7 +75,7 @@ class Recipe:
     train: Any
     """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or an
     `IterableDataset`, which gives them one after the other; or a `DataLoader` of either. Or a dict
-    of map-style datasets, which `[[data.sources]]` mixes."""
+    of map-style datasets, or of streams, which `[[data.sources]]` mixes."""
 
     optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]] | None = None
     """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`. Or to a list
@@ -213,6 +214,8 @@ class Recipe:
             given = getattr(self, name)
             if name == "train" and are_sources(given):
                 given = JoinedSources(given)
+            elif name == "train" and are_streams(given):
+                given = JoinedStreams(given)
             self.given[name] = unpack_loader(given)
         except ValueError as error:
             yield RecipeError(f"Recipe.{name} is a DataLoader that {error}.")

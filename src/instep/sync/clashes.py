@@ -175,7 +175,6 @@ CLASHES: dict[tuple[str, str], str] = {
     ("sources", "own_data"): "each participant has data of its own",
     ("sources", "parts"): "an epoch mixes all of them, and parts lie apart",
     ("sources", "own_loop"): "only the datasets of a recipe are mixed",
-    ("sources", "iterable"): "a share is of the samples of a dataset that has a length",
     ("sources", "private"): "how likely a sample is drawn has to be the same for each",
     ("iterable", "balance"): "how often a sample comes is planned from the classes of all",
     ("iterable", "tokens"): "batches of about one length are planned from the lengths of all",
@@ -185,6 +184,8 @@ CLASHES: dict[tuple[str, str], str] = {
     ("iterable", "corruption"): "it repeats micro-batches of other workers, which read other parts",
     ("iterable", "private"): "samples are to be drawn from the whole dataset",
     ("iterable", "own_loop"): "only the stream of a recipe is divided",
+    ("once", "sources"): "the streams of a mixture are read again where a process is lost",
+    ("once", "own_loop"): "only the stream of a recipe is kept",
     ("tokens", "own_loop"): "your own DataLoader says how many samples an iteration has",
     ("learning_rates", "turns"): "it makes groups for a single optimizer; give them in "
     "Turn.optimizer",
@@ -205,6 +206,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "corruption": "it compares states that every worker has",
         "own_loop": "only the model of a recipe is split",
         "parts": "the processes of a replica share its micro-batches",
+        "once": "the processes of a replica share its micro-batches, and one reads a part",
         "private": "no process has the whole gradient of a sample, by whose norm it is clipped",
         "turns": "the processes of a replica run the passes of one update together",
         "batch_loss": "it computes each batch twice, and the processes of a replica once",
@@ -215,15 +217,21 @@ CLASHES |= {(other, by): why for by in BY_LENGTH for other, why in _BY_LENGTH.it
 """Pairs of settings, and why they do not go together."""
 
 
-UNLESS = {("codec", "bits"): "averaging"}
-"""Pairs that do go together where a third setting is asked for."""
+UNLESS = {("codec", "bits"): "averaging"} | {
+    pair: "iterable" for pair in CLASHES if "parts" in pair
+}
+"""Pairs that do go together where a third setting is asked for: parts of a stream lie nowhere."""
 
 
 def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, str]]:
     """The pairs that a job asks for, and a recipe where it is known, and that clash."""
     for pair in CLASHES:
-        unless = pair in UNLESS and SETTINGS[UNLESS[pair]].asked(job, recipe)
-        if not unless and all(SETTINGS[name].asked(job, recipe) for name in pair):
+        unless = UNLESS.get(pair, "")
+        if unless == "iterable" and recipe is None:
+            continue  # shows when it has been built
+        if not (unless and SETTINGS[unless].asked(job, recipe)) and all(
+            SETTINGS[name].asked(job, recipe) for name in pair
+        ):
             yield pair
 
 

@@ -125,6 +125,7 @@ SETTINGS = {
         "a stream (IterableDataset)",
         lambda _, recipe: getattr(getattr(recipe, "given", {}).get("train"), "streams", False),
     ),
+    "once": Setting("data.once = true", lambda job, _: job.data.once),
     "reweight": Setting("data.balance = 'reweight'", lambda job, _: job.data.balance == "reweight"),
     "stratified": Setting(
         "data.balance = 'stratified'", lambda j, _: j.data.balance == "stratified"

@@ -39,9 +39,16 @@ class MemoryFiles:
         self.name = f"instep-{hashlib.sha256(secret.encode()).hexdigest()[:16]}"
         """What the system calls them, in `/proc/PID/fd`."""
         self._files: list[int] = []
+        self.shared = -1
+        """The descriptor of one file that all processes of the run on this host have; or -1."""
         if hasattr(os, "memfd_create"):
             most = min(count, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
             self._files += (os.memfd_create(self.name) for _ in range(most))
+            self.shared = os.memfd_create(self._shared_name)
+
+    @property
+    def _shared_name(self) -> str:
+        return f"{self.name}-shared"
 
     def of(self, number: int) -> int:
         """The descriptor of a worker's file, as its last process left it; -1 if none is free, or
@@ -92,9 +99,14 @@ class MemoryFiles:
         with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
-                if os.readlink(path).removeprefix("/memfd:").split(" ")[0] != self.name:
+                found_name = os.readlink(path).removeprefix("/memfd:").split(" ")[0]
+                if found_name not in (self.name, self._shared_name):
                     continue
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                if found_name == self._shared_name:
+                    os.dup2(file, self.shared, inheritable=False)
+                    os.close(file)
+                    continue
                 found, _ = _owner(file)
                 if found and found == (owner or found):
                     self._take_up(file)
@@ -134,13 +146,19 @@ def _has_open(pid: int, file: int) -> bool:
 
 # ---- of this process
 
-_given = -1
+_given = _shared = -1
 
 
-def give(descriptor: int) -> None:
-    """`HostMemory()` of this process uses this file from now on; none if below 0."""
-    global _given
-    _given = descriptor
+def give(descriptor: int, shared: int = -1) -> None:
+    """`HostMemory()` of this process uses this file from now on; none if below 0. `shared` is the
+    one that it has in common with others."""
+    global _given, _shared
+    _given, _shared = descriptor, shared
+
+
+def shared() -> int:
+    """The file that all processes of the run on this host have; below 0 if there is none."""
+    return _shared
 
 
 def given() -> int:

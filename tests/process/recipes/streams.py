@@ -1,6 +1,10 @@
 """Streams: with and without a state, divided by `get_worker_info`, ending and endless."""
 
 import os
+import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -63,6 +67,43 @@ class Live(IterableDataset):
             yield torch.tensor(list(os.urandom(8))), torch.tensor(0.0)
 
 
+class Asked(IterableDataset):
+    """Asks a server at a Unix socket for each number, which it gives once."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def __iter__(self):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.address)
+            while True:
+                connection.sendall(b"?")
+                yield sample(int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little"))
+
+
+class CountedSteps(torch.optim.SGD):
+    done = 0
+
+    def step(self, closure=None):
+        CountedSteps.done += 1
+        return super().step(closure)
+
+
+class DiesTwice(nn.MSELoss):
+    """A process dies after 15 steps of its own, and another one after 30."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, outputs, targets):
+        if (name := {15: "first", 30: "second"}.get(CountedSteps.done)) is not None:
+            with suppress(FileExistsError):
+                os.close(os.open(f"{self.folder}/{name}", os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(outputs, targets)
+
+
 KINDS = {"numbers": Numbers, "told": Told, "undivided": lambda count: Undivided()}
 
 
@@ -81,5 +122,24 @@ def recipe(kind: str = "numbers", count: int = 600, loaders: int = 0) -> instep.
         model=model(),
         optimizer=optimizer,
         train=DataLoader(data, num_workers=loaders) if loaders else data,
+        loss=nn.MSELoss(),
+    )
+
+
+def asked(address: str) -> instep.Recipe:
+    return instep.Recipe(
+        model=model(),
+        optimizer=lambda parameters: CountedSteps(parameters, lr=0.1),
+        train=Asked(address),
+        loss=DiesTwice(str(Path(address).parent)),
+    )
+
+
+def mixed(kind: str = "told", count: int = 600) -> instep.Recipe:
+    kinds = KINDS[kind]
+    return instep.Recipe(
+        model=model(),
+        optimizer=optimizer,
+        train={"large": kinds(count), "small": Numbers(count + 50, first=count)},
         loss=nn.MSELoss(),
     )

@@ -9,8 +9,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from instep.data.reading.streams import kept as keeping
+from instep.data.reading.streams.given import GivenStream
 from instep.data.reading.streams.kept import KeptWindows, thinned
-from instep.data.reading.streams.part import GivenStream, StreamPart
+from instep.data.reading.streams.part import StreamPart
 from instep.data.reading.streams.state import packed, unpacked
 from instep.data.reading.streams.stream import Stream
 from instep.data.reading.streams.turns import StreamPlan
@@ -200,6 +201,23 @@ def test_a_part_that_ends_begins_again_where_steps_are_counted():
         read(stream_of(Plain(2), StreamPlan(PARTS, WINDOW, True, None, 1000)), 2, 0, 0)
 
 
+def test_a_stream_without_samples_says_what_to_look_at():
+    empty = stream_of(Plain(0), StreamPlan(1, WINDOW, True, None, 1000))
+    with pytest.raises(
+        DataError, match=r"the stream of Recipe\.train has no sample: .* See whether"
+    ):
+        read(empty, 0, 0, 0)
+
+
+def test_an_iter_that_returns_no_iterator_is_said():
+    class Listed(IterableDataset):
+        def __iter__(self):
+            return [1, 2, 3]
+
+    with pytest.raises(DataError, match=r"__iter__ of the stream \(Listed\) returned a list, and"):
+        read(stream_of(Listed()), 0, 0, 0)
+
+
 def test_samples_are_counted_and_another_length_later_is_an_error():
     huge = (1 << 40,) * PARTS
     stream, found = stream_of(Plain(), StreamPlan(PARTS, WINDOW, True, huge, 1 << 40)), []
@@ -232,13 +250,13 @@ def test_parts_that_begin_alike_or_otherwise_when_read_again_are_refused():
 
     for each in (Plain(), OfUnknownContent()):
         *heads, again = stream_of(each).heads()
-        _check_heads(PARTS, heads, again)
+        _check_heads("the stream", heads, again)
     *heads, again = stream_of(Undivided()).heads()
     with pytest.raises(DataError, match=r"does not divide itself\. Set data\.parts = 1"):
-        _check_heads(PARTS, heads, again)
+        _check_heads("the stream", heads, again)
     *heads, again = stream_of(Live()).heads()
     with pytest.raises(DataError, match="gives other samples when it is read again"):
-        _check_heads(PARTS, heads, again)
+        _check_heads("the stream", heads, again)
 
 
 def test_a_worker_init_fn_divides_the_copy_of_each_part():

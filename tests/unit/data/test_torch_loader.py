@@ -143,6 +143,19 @@ def test_an_unused_property_without_effect_is_not_reported():
     assert said(loader) == []
 
 
+@pytest.mark.parametrize(
+    "dataset", [Plain(), type("Stream", (IterableDataset,), {"__iter__": iter})()]
+)
+def test_what_torchdata_has_in_the_place_of_torchs_samplers_is_not_foreign(dataset):
+    loader = DataLoader(dataset, 64, shuffle=not isinstance(dataset, IterableDataset))
+    for given in (loader.batch_sampler, loader.sampler):
+        module = {"__module__": "torchdata.stateful_dataloader.sampler"}
+        if type(given).__name__ in ("BatchSampler", "RandomSampler"):
+            given.__class__ = type(type(given).__name__, (type(given),), module)
+    assert type(loader.batch_sampler) is not BatchSampler
+    assert said(loader) == []
+
+
 class Seen(Plain):
     """Tells whether it is the dataset that the process which reads it is told of."""
 

@@ -61,6 +61,7 @@ JOBS = {
     "sampler": {},
     "iterable": {},
     "sources": {"data": {"sources": [{"name": "a"}]}},
+    "once": {"data": {"once": True}},
     "reweight": {"data": {"balance": "reweight"}},
     "stratified": {"data": {"balance": "stratified"}},
     "in_order": {"data": {"order": "dataset"}},

@@ -17,6 +17,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from instep.data.order import Indices
+from instep.data.reading.streams.mixed import MixedStreams
 from instep.data.reading.streams.stream import Stream
 
 _FILE_LISTS = ("samples", "imgs", "files", "paths", "image_paths", "filenames")
@@ -25,7 +26,7 @@ _FILE_LISTS = ("samples", "imgs", "files", "paths", "image_paths", "filenames")
 def is_plain(dataset: Any) -> bool:
     """Whether none of the user's code runs to read it, and nothing is kept from read to read."""
     kind = type(dataset)
-    if kind is Stream:
+    if kind in (Stream, MixedStreams):
         return False
     if kind is Subset:
         return is_plain(dataset.dataset)

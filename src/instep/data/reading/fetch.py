@@ -30,7 +30,7 @@ from instep.data.reading.batched import (
     places_in_whole,
 )
 from instep.data.reading.noticed import objects_of
-from instep.data.reading.streams.stream import Stream
+from instep.data.reading.streams.mixed import AnyStream
 from instep.data.reading.told import Told
 from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
@@ -138,7 +138,7 @@ class Fetch:
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
         self._generators = generators.DrawDetector()
-        self.stream: Stream | None = dataset if isinstance(dataset, Stream) else None
+        self.stream = dataset if isinstance(dataset, AnyStream) else None
         """The dataset, if it is one."""
         self._before = None if self.plain or self.stream else self.counts()
 
@@ -189,6 +189,8 @@ class Fetch:
         Raises:
             DataError: as a call.
         """
+        if self.waits:
+            return
         collate = self._collate
         if collate is not collate_by_torch:
             self._collate = lambda samples: None
@@ -196,6 +198,11 @@ class Fetch:
             self(Slice(0, 0, 1))
         finally:
             self._collate = collate
+
+    @property
+    def waits(self) -> bool:
+        """Whether a read takes as long as its source wants: what is read once may come late."""
+        return self.stream is not None and self.stream.once is not None
 
     def indices(self, part: Slice) -> Indices:
         """The samples of a slice, [stop - first] int64."""
@@ -404,6 +411,8 @@ class Fetch:
             cause = describe_error(error)
             if not self.skip:
                 if self.stream is not None:
+                    if isinstance(error, DataError):  # it names the part
+                        raise
                     raise DataError(
                         f"{self.stream.named(index)} cannot be read: {cause}"
                     ) from error

@@ -80,7 +80,10 @@ class LoaderProcess:
     def _message(self) -> bytes | None:
         watch = StuckWatch()
         while not self._connection.poll(LOOK_S):
-            match watch.turn(self.pid, time.monotonic(), self._reads(self.pid)):
+            found = watch.turn(self.pid, time.monotonic(), self._reads(self.pid))
+            if self._fetch.waits and found != "stuck":
+                continue
+            match found:
                 case "stuck":
                     raise Stuck(f"it waits for a lock that no thread of it holds{self._place()}")
                 case "hung":

@@ -119,7 +119,7 @@ def fingerprint(
         among: samples that are read; any of the dataset if None.
     """
     began, most = clock(), samples if among is None else len(among)
-    order = Order(most, key(seed, _OF_FINGERPRINT))
+    order = Order(max(1, most), key(seed, _OF_FINGERPRINT))
     contents: list[tuple[int, int]] = []
     for place in order.indices(0, 0, min(SAMPLES, most)).tolist():
         index = place if among is None else among[place]

@@ -42,7 +42,7 @@ def of_run(folder: RunFolder) -> DataFigures | None:
         return None
     classes = _classes(split) or classes_in(folders)
     if balanced.get("names"):
-        names, sides = balanced["names"], ("before", "planned")
+        names, sides = balanced["names"], [s for s in ("before", "planned") if balanced[s]]
         classes = classes | {
             "in an epoch": {side: dict(zip(names, balanced[side], strict=True)) for side in sides}
         }

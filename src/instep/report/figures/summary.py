@@ -27,7 +27,7 @@ _WARM = 5
 
 _MOST_GAPS = 5
 
-_STREAM = ("parts", "window", "sizes", "has_state")
+_STREAM = ("parts", "window", "sizes", "has_state", "once")
 
 _ENDINGS = {
     "completed": ("good", "Completed"),

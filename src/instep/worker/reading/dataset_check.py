@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.data.loader import Loader
 from instep.data.parts.order import PartsOrder
-from instep.data.reading.streams.turns import Turns
+from instep.data.reading.streams.shares import AnyTurns
 from instep.data.samples.fingerprint import REMEDY, Fingerprint, confirmed_fingerprint
 from instep.data.shards.sets import sets_in
 from instep.data.windowed import Windowed
@@ -86,7 +86,7 @@ def check_datasets(
 
 
 def _is_endless(loader: Loader) -> bool:
-    return isinstance(loader.order, Turns) and loader.order.plan.sizes is None
+    return isinstance(loader.order, AnyTurns) and loader.order.plan.sizes is None
 
 
 def _check_contents(

@@ -23,6 +23,7 @@ from instep.data.class_codes import CountedCodes
 from instep.data.lengths import ByLength
 from instep.data.mixture import JoinedSources
 from instep.data.order import AnyOrder, Indices, Order, steps_in_epoch
+from instep.data.reading.streams.mixed import MixedStreams
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.splits.columns import Classes, Column
 from instep.data.step_sizes import DrawnSizes
@@ -36,6 +37,7 @@ from instep.recipe.losses import check_reweightable
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
 from instep.worker.reading.data_split import MOST_CLASSES, listed_values, named_column
+from instep.worker.reading.mixed_streams import told_of
 from instep.worker.reading.planned_sources import planned_sources
 from instep.worker.reading.sample_lengths import lengths_of, whole_of
 
@@ -76,6 +78,8 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
     if given.wishes is not None and not job.data.balance:
         return _wished(job, given.wishes)
     planned = PlannedData(Batches.of_job(job, samples))
+    if isinstance(recipe.train, MixedStreams):
+        return planned._replace(balanced=told_of(recipe.train))
     if job.data.sources or isinstance(recipe.train, JoinedSources):
         order, told = planned_sources(job, recipe)
         planned = PlannedData(Batches.of_job(job, order.samples), HowSampled(order), told)

@@ -12,6 +12,7 @@ import numpy as np
 from instep.data.balance import ClassOrder
 from instep.data.mixture import JoinedSources, SourceMembers, planned_shares
 from instep.data.order import Indices, Order, key
+from instep.data.reading.streams.mixed import MixedStreams
 from instep.errors import RecipeError, SpecError, near_miss
 from instep.job.spec import JobSpec
 from instep.recipe.recipe import Recipe
@@ -68,6 +69,8 @@ def check_sources(job: JobSpec, recipe: Recipe) -> None:
         SpecError: it does.
     """
     joined, sources = recipe.train, job.data.sources
+    if isinstance(joined, MixedStreams):  # by these names they were mixed
+        return
     if not isinstance(joined, JoinedSources):
         if not sources:
             return
@@ -75,7 +78,16 @@ def check_sources(job: JobSpec, recipe: Recipe) -> None:
             f"data.sources names {listed([each['name'] for each in sources], 4)}, and Recipe.train "
             "is one dataset. Give Recipe(train={name: dataset, ...}), or leave data.sources out."
         )
-    names = joined.names
+    check_names(job, joined.names)
+
+
+def check_names(job: JobSpec, names: list[str]) -> None:
+    """Refuse a job that names other sources than these.
+
+    Raises:
+        SpecError: it does, or names none.
+    """
+    sources = job.data.sources
     if not sources:
         raise SpecError(
             f"Recipe.train has several datasets ({listed(names, 4)}), and the job does not say "

@@ -19,8 +19,8 @@ from instep.data.loader import Read
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.parts.order import PartsOrder
-from instep.data.reading.streams.stream import Stream
-from instep.data.reading.streams.turns import Turns
+from instep.data.reading.streams.mixed import AnyStream
+from instep.data.reading.streams.shares import AnyTurns
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.data.windowed import Windowed
@@ -68,6 +68,7 @@ from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
 from instep.worker.reading.planned_data import plan_data, say_balance, say_chosen, say_lengths
+from instep.worker.reading.read_once import ReadOnce
 from instep.worker.reading.streamed import check_stream, stream_of_worker
 from instep.worker.replica.fellows import Fellows
 from instep.worker.replica.replica import Replica
@@ -240,6 +241,7 @@ class Training(Loop):
             self._record = Record(member.run / f"contents-{member.number}.bin")
         self._unrepeatable: int | None = None
         """A training sample that was different when worker 0 read it again."""
+        self._once = ReadOnce.of(member, loader, recipe.train)
         first = not member.others_have_state and member.number == 0
         if first:
             check_stream(member, recipe, loader)
@@ -318,6 +320,8 @@ class Training(Loop):
 
     def _commit(self) -> Commit:
         done = super()._commit()
+        if self._once is not None:
+            self._once.committed(self.step)
         if self._replica is not None and not self._tidy:
             self._tidy = True
             return_unused_memory()  # what trials and checks have left
@@ -339,8 +343,9 @@ class Training(Loop):
             at, known = (self.step, self.activity.phase, done), self._done > 0
             self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
         self.callbacks.tell_if_long()
-        # a callback may take as long as it likes
-        called_back = int(time.monotonic()) if self.activity.phase == CALLBACKS else 0
+        # a callback may take as long as it likes, and so may what is read once
+        free = (CALLBACKS, *(("loading", TRYING, "joining") if self._once is not None else ()))
+        called_back = int(time.monotonic()) if self.activity.phase in free else 0
         return Heartbeat(
             step=self.step,
             steps=self._done,
@@ -350,10 +355,15 @@ class Training(Loop):
         )
 
     def _before_steps(self, comm: Comm) -> None:
+        if self._once is not None:
+            self._once.committed(self.engine.state.progress.step)
+            self._once.let_go()
         self._agree_on_trial(comm)
+        if self._once is not None:
+            self._once.let_go()
         if self._own_data is not None:
             check_division(comm, self.device, self._own_data.train.digest)
-        if isinstance(self._loader.order, Windowed | PartsOrder | Turns):
+        if isinstance(self._loader.order, Windowed | PartsOrder | AnyTurns):
             check_shards(comm, self.device, self._loader.order.digest)
         if isinstance(self._loader.order, ByLength):
             check_samples(comm, self.device, self._loader.order.digest)
@@ -383,7 +393,7 @@ class Training(Loop):
 
     def _lockstep(self, comm: Comm) -> Lockstep:
         stream = self.recipe.train  # another part is read from its start, unless it has a state
-        stays = isinstance(stream, Stream) and not stream.given.has_state
+        stays = isinstance(stream, AnyStream) and not stream.has_state
         by_speed = self.job.train.deal == "speed" and not stays
         return self._deal(comm, by_speed=by_speed, own=self._own_rounds, near=self._lying)
 
@@ -419,7 +429,10 @@ class Training(Loop):
     def _try(self) -> Trial:
         if self._private is not None:
             return self._private.trial()
-        return self._trials.run(built=self._built)
+        if self._once is None:
+            return self._trials.run(built=self._built)
+        with self._once.trying():
+            return self._trials.run(built=self._built)
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Agree on the verdict, and on whether micro-batches are merged.
@@ -507,7 +520,7 @@ class Training(Loop):
         yield from ()  # only own loops yield in the middle of a step
         if self._private is None:
             self._late.try_trained(where, share, self.step)
-        if self.recipe.collates and self._private is None:
+        if self.recipe.collates and self._private is None and self._once is None:
             loads = self._late.tried(where, loads, self.step)
         try:
             found = self.compute.run(where, share, loads, self.step)

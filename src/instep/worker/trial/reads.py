@@ -14,7 +14,7 @@ from torch import nn
 from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
-from instep.data.reading.streams.turns import Turns
+from instep.data.reading.streams.shares import AnyTurns
 from instep.data.reading.told import SET_EPOCH
 from instep.engine.passes import OF_PASS, Share
 from instep.engine.trial_result import NOTHING_TO_TRY, Trial
@@ -203,7 +203,7 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, batches: Batches, 
 
 def _near(loader: Loader, batches: Batches) -> Batches:
     """Leave only the first steps of a stream: what comes later cannot be read before it."""
-    if not isinstance(loader.order, Turns):
+    if not isinstance(loader.order, AnyTurns):
         return batches
     plan, batch = loader.order.plan, batches.size
     near = max(plan.parts * plan.window // batch, MOST) * batch

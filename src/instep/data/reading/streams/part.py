@@ -7,64 +7,29 @@ windows are compared with those that were read the first time. It knows no steps
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from instep.data.order import key
 from instep.data.reading.generators import preserved, seed_all
+from instep.data.reading.streams.given import GivenStream, digest_of
 from instep.data.reading.streams.kept import KeptWindows, StreamWindow
 from instep.data.reading.streams.state import has_state, packed, unpacked
 from instep.data.reading.streams.turns import READ_AHEAD, StreamPlan
 from instep.data.samples import last_read
-from instep.data.samples.contents import content_of
 from instep.errors import DataError
+from instep.words import a_or_an
 
 _OF_GLOBALS, _OF_INFO = 42, 43
 """Purposes of keys: the global generators while a window is read; a loader's seed."""
-
-_HASHED = 8
-"""Samples of a window whose contents are compared."""
 
 _HELD = 2
 """Windows whose samples stay in memory."""
 
 _END = object()
-
-
-class GivenStream(NamedTuple):
-    """A stream as the user gave it."""
-
-    dataset: Any
-    worker_init: Callable[[int], Any] | None = None
-    """`worker_init_fn` of its `DataLoader`."""
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the dataset itself says where it is: `state_dict` and `load_state_dict`."""
-        return has_state(self.dataset)
-
-    def copied(self) -> Any:
-        """A copy for one iterator; tensors and arrays are shared.
-
-        Raises:
-            DataError: it cannot be copied.
-        """
-        attributes = getattr(self.dataset, "__dict__", {})  # runs no property of the user's
-        kept = [v for v in attributes.values() if isinstance(v, torch.Tensor | np.ndarray)]
-        try:
-            return copy.deepcopy(self.dataset, {id(each): each for each in kept})
-        except Exception as error:
-            raise DataError(
-                f"the stream ({type(self.dataset).__name__}) cannot be copied: "
-                f"{type(error).__name__}: {error}. Each part is read from a copy of its own: open "
-                "files and connections, and make generators, in __iter__."
-            ) from error
 
 
 class OpenWindow(NamedTuple):
@@ -126,8 +91,8 @@ class StreamPart:
         self._read_ahead(epoch, number)
         return rows[place]
 
-    def head(self, most: int) -> list[int]:
-        """The contents of the first samples of epoch 0, of a copy of its own; `most` at most."""
+    def head(self, most: int) -> list[Any]:
+        """The first samples of epoch 0, of a copy of its own; `most` at most."""
         other = StreamPart(self._given, self._plan, self._number, self._seed, self._kept)
         other._kept = KeptWindows(None, self._number, 0)
         other._begin(0, None)
@@ -137,7 +102,7 @@ class StreamPart:
                 rows += (found := other._some(min(READ_AHEAD, most - len(rows))))
             if not found:
                 break
-        return [_hash(each) for each in rows]
+        return rows
 
     def length(self) -> Iterator[int]:
         """Read an epoch on a copy of its own, and give how many samples there were so far."""
@@ -151,6 +116,16 @@ class StreamPart:
             yield count
             if found < self._plan.window:
                 return
+
+    def begin(self) -> None:
+        """Put an iterator at the start, for `next`."""
+        self._begin(0, None)
+
+    def next(self, window: int, place: int) -> Any:
+        """Read the sample that comes next, as one of a window; a part that ends begins again."""
+        with self._as_loader(0, window, place):
+            (sample,) = self._some(1)
+        return sample
 
     def _leave(self) -> None:
         """Let go of the iterator: one that raised has ended."""
@@ -214,7 +189,7 @@ class StreamPart:
                 self._given.worker_init(self._number)
             self._set_epoch(epoch if self._plan.sizes is not None else self._passes)
             if known is None or known.state is None:
-                self._samples = iter(self._dataset)
+                self._samples = self._anew()
             else:
                 self._samples = self._restored(unpacked(known.state))
 
@@ -222,9 +197,19 @@ class StreamPart:
         """An iterator that continues from a state."""
         if has_state(self._dataset):
             self._dataset.load_state_dict(state)
-            return iter(self._dataset)
-        samples: Any = iter(self._dataset)
+            return self._anew()
+        samples: Any = self._anew()
         samples.load_state_dict(state)
+        return samples  # type: ignore[no-any-return]
+
+    def _anew(self) -> Iterator[Any]:
+        samples: Any = type(self._dataset).__iter__(self._dataset)
+        if not hasattr(samples, "__next__"):
+            raise DataError(
+                f"__iter__ of {self._given.named} ({type(self._dataset).__name__}) returned "
+                f"{a_or_an(samples)}, and an iterator is wanted: let it yield each sample, or "
+                "return iter(...) of that."
+            )
         return samples  # type: ignore[no-any-return]
 
     def _set_epoch(self, epoch: int) -> None:
@@ -252,7 +237,7 @@ class StreamPart:
                 return None
             if len(begun.rows) < size or (size < self._plan.window and self._some(1)):
                 raise self._of_other_length(epoch, number, len(begun.rows), size)
-        content = _digest(begun.rows)
+        content = digest_of(begun.rows)
         if (known := self._kept.get(epoch, number)) and known.content != content:
             raise OtherSamples
         self._kept.add(StreamWindow(epoch, number, content, begun.state, begun.passes))
@@ -274,14 +259,10 @@ class StreamPart:
             if self._plan.sizes is not None:
                 break
             if not self._in_pass:
-                raise DataError(
-                    f"part {self._number} of {self._plan.parts} of the stream has no sample, and "
-                    "with train.steps a part that ends begins again. Set data.parts to a number "
-                    "of parts that all have samples (at most the shards of the dataset)."
-                )
+                raise self._without_samples()
             self._passes, self._in_pass = self._passes + 1, 0
             self._set_epoch(self._passes)
-            self._samples = iter(self._dataset)
+            self._samples = self._anew()
         self._reads.clear()
         return rows
 
@@ -289,7 +270,7 @@ class StreamPart:
         """The number of a sample that comes after those that were read."""
         (epoch, number), plan = self._at, self._plan
         count = number * plan.window + more + (len(self._begun.rows) if self._begun else 0)
-        return (epoch * plan.room + count) * plan.parts + self._number
+        return plan.number(self._number, epoch, count)
 
     def _state(self) -> bytes | None:
         owner = self._dataset if has_state(self._dataset) else self._samples
@@ -316,12 +297,24 @@ class StreamPart:
         finally:
             torch_worker._worker_info = before
 
+    def _without_samples(self) -> DataError:
+        if (parts := self._plan.parts) == 1:
+            return DataError(
+                f"{self._given.named} of Recipe.train has no sample: there is nothing to learn "
+                "from. See whether __iter__ finds its files."
+            )
+        return DataError(
+            f"part {self._number} of {parts} of {self._given.named} has no sample, and with "
+            "train.steps a part that ends begins again. Set data.parts to a number of parts that "
+            "all have samples (at most the shards of the dataset)."
+        )
+
     def _not_the_same(self, epoch: int, number: int) -> DataError:
         first = number * self._plan.window
         return DataError(
-            f"part {self._number} of the stream gives other samples than when it was read before "
-            f"(from sample {first:,} of epoch {epoch + 1} on), so a run that has lost a process "
-            "cannot continue with what comes next. Let what __iter__ gives follow from the "
+            f"part {self._number} of {self._given.named} gives other samples than when it was read "
+            f"before (from sample {first:,} of epoch {epoch + 1} on), so a run that has lost a "
+            "process cannot continue with what comes next. Let what __iter__ gives follow from the "
             "arguments of the dataset, get_worker_info() and set_epoch(epoch) alone."
         )
 
@@ -330,21 +323,7 @@ class StreamPart:
         known = self._plan.sizes[self._number] if self._plan.sizes else 0
         more = f"{first + found:,}" if found < size else f"more than {first + found:,}"
         return DataError(
-            f"part {self._number} of the stream has {more} samples in epoch {epoch + 1}, and had "
-            f"{known:,} when they were counted: an epoch has as many each time. Set train.steps "
-            "for a stream whose length changes."
+            f"part {self._number} of {self._given.named} has {more} samples in epoch {epoch + 1}, "
+            f"and had {known:,} when they were counted: an epoch has as many each time. Set "
+            "train.steps for a stream whose length changes."
         )
-
-
-def _hash(sample: Any) -> int:
-    with suppress(Exception):  # a type of the user's may raise anything
-        return content_of(sample)
-    return 0
-
-
-def _digest(rows: list[Any]) -> int:
-    """Hash a few samples of a window, evenly over it."""
-    if not rows:
-        return 0
-    chosen = sorted({n * (len(rows) - 1) // (_HASHED - 1) for n in range(_HASHED)})
-    return key(len(rows), *(_hash(rows[n]) for n in chosen))

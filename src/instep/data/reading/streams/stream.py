@@ -10,12 +10,21 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from instep.data.order import Indices
+from instep.data.reading.streams.given import GivenStream, hash_of
 from instep.data.reading.streams.kept import KeptWindows
-from instep.data.reading.streams.part import GivenStream, StreamPart
+from instep.data.reading.streams.once import KeptSamples, OncePart
+from instep.data.reading.streams.part import StreamPart
 from instep.data.reading.streams.turns import StreamPlan
+from instep.errors import DataError
 
-HEADS, LENGTHS = QUESTIONS = (-5, 0, 0), (-6, 0, 0)
-"""Asked in place of a slice: how the parts begin, and how many samples each has."""
+HEADS, LENGTHS, TOKENS = (-5, 0, 0), (-6, 0, 0), (-7, 0, 0)
+"""Asked in place of a slice: how the parts begin, how many samples each has, how long samples of
+each stream of a mixture are."""
+
+LET_GO = (-8, 0, 0)
+"""Said of what is read once: leave the parts to other processes."""
+
+QUESTIONS = (HEADS, LENGTHS, TOKENS, LET_GO)
 
 COUNT_S = 0.5
 """For so long at a time samples are counted."""
@@ -44,6 +53,8 @@ class Stream:
         seed: of the job.
         folder: for states that other processes continue from; None for none.
         writer: number of this process there.
+        first_file: number of the files of part 0 there.
+        once: for what cannot be read again; None for what can.
     """
 
     def __init__(
@@ -53,17 +64,32 @@ class Stream:
         seed: int,
         folder: Path | None = None,
         writer: int = 0,
+        *,
+        first_file: int = 0,
+        once: KeptSamples | None = None,
     ) -> None:
         self.given, self.plan = given, plan
         self._seed, self._folder, self._writer = seed, folder, writer
-        self._parts: dict[int, StreamPart] = {}
+        self._first_file, self.once = first_file, once
+        self._parts: dict[int, StreamPart | OncePart] = {}
         self._used: dict[int, int] = {}
         self._reads = 0
         self._counting: Iterator[list[int]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but iterators: another process has its own."""
+        """All but iterators: another process has its own.
+
+        Raises:
+            DataError: only forks can read it.
+        """
+        if self.once is not None:
+            raise DataError("memory for what is read once is shared with forks alone")
         return vars(self) | {"_parts": {}, "_used": {}, "_counting": None}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the dataset says where it is."""
+        return self.given.has_state and self.once is None
 
     def __len__(self) -> int:
         return self.plan.samples
@@ -81,27 +107,36 @@ class Stream:
         places = [self.plan.place(int(number)) for number in numbers]
         found = [self._part(place.part).sample(place.epoch, place.at) for place in places]
         for part in [p for p, at in self._used.items() if at < self._reads - _IDLE]:
-            del self._parts[part], self._used[part]
+            self._close(part)
         return found
 
     def named(self, number: int) -> str:
         """Name a sample for messages."""
         part, epoch, at = self.plan.place(number)
-        return f"sample {at:,} of part {part} of the stream, in epoch {epoch + 1},"
+        return f"sample {at:,} of part {part} of {self.given.named}, in epoch {epoch + 1},"
 
     def few(self, most: int) -> list[int]:
         """Numbers of the first samples of part 0, which cost little to read."""
-        first = min(most, self.plan.window_of(0, 0))
-        return [count * self.plan.parts for count in range(first)]
+        first = min(most, self.plan.window_of(0, 0)) if self.once is None else 0
+        return [self.plan.number(0, 0, count) for count in range(first)]
 
     def answer(self, question: tuple[int, int, int]) -> Any:
         """Answer one of `QUESTIONS`: as `heads`, or as `counted`."""
+        if question == LET_GO:
+            for part in [*self._parts]:
+                self._close(part)
+            return None
         return self.heads() if question == HEADS else self.counted(COUNT_S)
 
     def heads(self) -> list[list[int]]:
         """The contents of the first samples of each part, and last those of part 0 once more."""
         parts = [self._made(number) for number in range(self.plan.parts)]
-        return [part.head(HEAD) for part in (*parts, parts[0])]
+        return [[*map(hash_of, part.head(HEAD))] for part in (*parts, parts[0])]
+
+    def first(self, most: int) -> list[Any]:
+        """Read about so many of its first samples, evenly from all parts."""
+        each = -(-most // self.plan.parts)
+        return [s for number in range(self.plan.parts) for s in self._made(number).head(each)]
 
     def counted(self, seconds: float) -> list[int]:
         """Count on for so long: the samples of each part; empty while they are not all known."""
@@ -123,12 +158,20 @@ class Stream:
                 yield []
         yield sizes
 
-    def _part(self, number: int) -> StreamPart:
+    def _part(self, number: int) -> StreamPart | OncePart:
         self._used[number] = self._reads
-        if number not in self._parts:
+        if number not in self._parts and self.once is not None:
+            self._parts[number] = OncePart(self.given, self.plan, number, self._seed, self.once)
+        elif number not in self._parts:
             self._parts[number] = self._made(number)
         return self._parts[number]
 
+    def _close(self, number: int) -> None:
+        part = self._parts.pop(number)
+        del self._used[number]
+        if isinstance(part, OncePart):
+            part.close()
+
     def _made(self, number: int) -> StreamPart:
-        kept = KeptWindows(self._folder, number, self._writer)
+        kept = KeptWindows(self._folder, self._first_file + number, self._writer)
         return StreamPart(self.given, self.plan, number, self._seed, kept)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from instep.data.order import Indices, Order, key
-from instep.job.spec import JobSpec
 
 _OF_WINDOW = 41
 """Purpose of a key: the order within a window of a part."""
@@ -47,6 +46,10 @@ class StreamPlan(NamedTuple):
     """Samples of each part in an epoch; None where a part that ends begins again, for ever."""
     samples: int
     """Positions of an epoch."""
+    source: int = 0
+    """Which of the streams of a mixture it is."""
+    sources: int = 1
+    """How many there are."""
 
     @property
     def room(self) -> int:
@@ -55,11 +58,16 @@ class StreamPlan(NamedTuple):
 
     def numbers(self, part: int, epoch: int, counts: Indices) -> Indices:
         """Numbers of samples of a part, which no others have: [count] int64."""
-        return (epoch * self.room + counts) * self.parts + part
+        own = (epoch * self.room + counts) * self.parts + part
+        return own * self.sources + self.source
+
+    def number(self, part: int, epoch: int, count: int) -> int:
+        """That of one sample."""
+        return ((epoch * self.room + count) * self.parts + part) * self.sources + self.source
 
     def place(self, number: int) -> PlaceInStream:
         """The sample of a number."""
-        rest, part = divmod(number, self.parts)
+        rest, part = divmod(number // self.sources, self.parts)
         return PlaceInStream(part, *divmod(rest, self.room))
 
     def window_of(self, part: int, number: int) -> int:
@@ -86,11 +94,6 @@ class Turns:
         self._before = np.concatenate([[0], np.cumsum(self._sorted)])
         self._orders: dict[tuple[int, int], Order] = {}
 
-    @classmethod
-    def of_job(cls, job: JobSpec, plan: StreamPlan) -> Turns:
-        """Make that of a job's stream."""
-        return cls(plan, job.seed, job.per_commit.global_batch)
-
     def indices(self, epoch: int, first: int, stop: int) -> Indices:
         """The numbers of the samples at positions [first, stop) of an epoch, [stop - first] int64.
 
@@ -101,7 +104,7 @@ class Turns:
         for step in range(first // self._batch, -(-stop // self._batch)):
             begin = step * self._batch
             end = min(begin + self._batch, self.samples)
-            found += self._of_step(epoch, begin, end, max(first, begin), min(stop, end))
+            found += self.stretch(epoch, begin, end, max(first, begin), min(stop, end))
         return np.concatenate(found)
 
     @property
@@ -124,8 +127,8 @@ class Turns:
         longer = sizes > full
         return np.minimum(sizes, full) + (longer & (np.cumsum(longer) <= more))
 
-    def _of_step(self, epoch: int, begin: int, end: int, first: int, stop: int) -> list[Indices]:
-        """Numbers at positions [first, stop) of the step that has [begin, end)."""
+    def stretch(self, epoch: int, begin: int, end: int, first: int, stop: int) -> list[Indices]:
+        """Numbers at positions [first, stop) of what has [begin, end), part by part, as a step."""
         low, high = self.taken(begin), self.taken(end)
         ends = begin + np.cumsum(high - low)
         found = []
