@@ -23,11 +23,13 @@ from instep.comm.memory import run_ranks
 from instep.data import SOURCES
 from instep.engine.gradients import Gradients
 from instep.job import file as spec_file
+from instep.records import Attempt
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.generation import Generation
 
 ROOT = Path(__file__).resolve().parent.parent
+ZEROS = torch.zeros(50)
 _BUILT = {".venv", "runs", "build", ".pytest_cache", ".hypothesis"}
 PAGES = sorted(
     page
@@ -195,6 +197,33 @@ def test_the_strategy_that_the_guide_shows_equals_all_reduce():
     exec(compile(code, each(guide), "exec"), shown)
     for mine, theirs in zip(agreed(shown["OneByOne"]), agreed(AllReduce), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_the_strategy_that_remembers_applies_or_keeps_all_of_every_gradient():
+    guide = ROOT / "docs/guides/a-strategy-that-remembers.md"
+    (code,) = (text for language, text in blocks(guide) if language == "python")
+    shown: dict[str, Any] = {}
+    exec(compile(code, each(guide), "exec"), shown)
+
+    def one(comm: Any) -> list[torch.Tensor]:
+        draws, parameter = torch.Generator().manual_seed(comm.rank), torch.nn.Parameter(ZEROS)
+        mine, applied = shown["Rounded"](), ZEROS
+        gradients = torch.randn(5, len(ZEROS), generator=draws)
+        mine.start([parameter], comm, Generation(notes=1))
+        for number, gradient in enumerate(gradients):
+            mine.begin_step(Attempt(0, number + 1, 0))
+            mine.begin_pass(1 / 3, last=True)
+            mine.gradient(0, gradient)
+            mine.exchange(torch.ones(1, dtype=torch.float64))
+            mine.hand_out()
+            applied = applied + mine.apply(lambda: parameter.grad.clone())
+        mine.stop()
+        return [applied, mine.own_state()["residual/0"], gradients.sum(0) / 3]
+
+    applied, left, given = zip(*run_ranks(3, one), strict=True)
+    assert all(torch.equal(each, applied[0]) for each in applied)
+    assert all(each.any() for each in left)
+    torch.testing.assert_close(applied[0] + sum(left), sum(given, ZEROS))
 
 
 def test_the_source_that_the_guide_shows_reads_a_table_and_names_what_is_wrong(tmp_path):

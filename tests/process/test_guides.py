@@ -72,6 +72,7 @@ def test_a_source_and_a_launcher_of_the_guides_train_and_survive_kills(
     ("guide", "key", "others"),
     [
         ("adding-a-strategy.md", 'name = "one_by_one"', 0),
+        ("a-strategy-that-remembers.md", 'name = "rounded"', 0),
         ("adding-a-codec.md", 'codec = "float8"', 1),  # a hook, of which another test knows
     ],
 )
