@@ -260,20 +260,13 @@ class Lockstep:
                 for unit, *range_ in _stretches(where, parts, units)
             ]
         dealt = deal_units(parts, len(self._working), speeds, self._unit)
-        first = dict(zip(self._working, dealt, strict=True))
+        units = dict(zip(self._working, dealt, strict=True))
+        nothing = range(parts, parts)
+        told = step, where.epoch, course, form.generation
         return [
-            (
-                step,
-                where.epoch,
-                course,
-                form.generation,
-                worker,
-                Kind.RANGE,
-                first[rank].start if rank in first else parts,
-                *range_,
-            )
-            for rank, (worker, range_) in enumerate(
-                zip(self.workers, self._ranges(where, parts, speeds), strict=True)
+            (*told, worker, Kind.RANGE, unit.start, *positions_of(where, unit, parts))
+            for worker, unit in zip(
+                self.workers, (units.get(n, nothing) for n in range(self._ranks)), strict=True
             )
         ]
 
@@ -302,6 +295,8 @@ class Lockstep:
             Why the next is dealt otherwise, in a word; empty where it is not.
         """
         assert self._done is not None, "a committed step was prepared"
+        if not self.dealing.watches:
+            return ""
         step, ranks = self._done[1], self._mesh.ranks
         parts = self._parts(step, where)
         firsts = range(0, self._ranks, ranks)  # who has what its replica has

@@ -54,7 +54,7 @@ class Dealing:
     """
 
     speeds: Speeds | None
-    """What `data.dealing.deal` is to be given for the next step; None for the even deal."""
+    """Given to `data.dealing.deal` for the next step; None for the even deal."""
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class Dealing:
         by_speed: bool = True,
         counts_of: Callable[[int, Speeds | None], list[int]] | None = None,
     ) -> None:
-        self._workers, self._watches = workers, by_speed and workers > 1
+        self._workers = workers
+        self.watches = by_speed and workers > 1
+        """Whether `after_step` may ever deal otherwise."""
         self._counts_of = counts_of
         self._costs = [math.nan] * workers  # seconds of a micro-batch, as last known
         self._parts = 0  # micro-batches of the largest step so far
@@ -95,7 +97,7 @@ class Dealing:
         Returns:
             Why another deal holds from now on, in a word; empty where none does.
         """
-        if not self._watches:
+        if not self.watches:
             return ""
         if self._first:  # of a process, or with batches that nobody had read ahead
             self._first = False

@@ -81,8 +81,9 @@ class TurnState:
         self._handed_out = True
 
     def give(self) -> None:
-        """Have each parameter's gradient be what its slot has."""
-        give(self.slots, self.parameters)
+        """Give each parameter the gradient that its slot has."""
+        if self._split is not None:
+            give(self.slots, self.parameters)
 
     def forget(self) -> None:
         """Forget the gradients that were agreed on: they are used, or the step does not happen."""

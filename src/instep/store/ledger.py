@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import threading
 import time
 import zlib
@@ -31,6 +32,11 @@ TIMEOUT_S = 2.0
 
 LOCKED_S = 120.0
 """How long a cut-off writer on another host may keep the lock; NFS breaks it after 90 s."""
+
+_ROW = struct.Struct("<qiIiiHIqq")
+"""A record of `LEDGER`: numpy takes ten times as long to make a few of them."""
+
+assert _ROW.size == LEDGER.itemsize, "the fields of a record"
 
 _LOOK_AGAIN_S = 0.05
 _CHUNK_BYTES = 1 << 20
@@ -100,7 +106,7 @@ class Ledger:
             RunError: they cannot be written, and the file ends with the step before; or the file
                 was removed, renamed or changed.
         """
-        data = np.array(list(shares), LEDGER).tobytes()
+        data = b"".join(_ROW.pack(*share) for share in shares)
         with self._use:
             if self._released:
                 return b""

@@ -112,8 +112,7 @@ class Gathering(ABC):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        for index in range(len(self._seen)):
-            self._seen[index] = 0.0
+        self._seen[:] = [0.0] * len(self._seen)
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._work: list[Work] = []
         self._weight, self._sending = 0.0, False
@@ -156,23 +155,21 @@ class Gathering(ABC):
                 view.zero_()  # what stands there is the step before
         self._work.append(self._send(len(self._work), bucket))
 
-    @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor | None:
         """Send what is left, and wait for all of it; what was agreed on stays in the buckets."""
-        told = torch.tensor([*self._seen, *self._sums.raised()], dtype=torch.float64)
-        spare, count = self._buckets[-1].spare, len(self._parameters)
-        spare[: len(told)].copy_(told)
-        spare[len(told) :].copy_(notes)
+        told = [*self._seen, *self._sums.raised()]
+        spare, count, length = self._buckets[-1].spare, len(self._parameters), len(told)
+        spare.copy_(torch.tensor([*told, *notes.tolist()], dtype=torch.float64))
         while len(self._work) < len(self._buckets):
             self._send_next()
         self._finish()
-        agreed = spare.to("cpu", torch.float64, copy=True)
-        settled = self._sums.settle(agreed[count : len(told)].tolist())
+        agreed = spare.tolist()
+        settled = self._sums.settle(agreed[count:length])
         self._begin_step()
         if not settled:
             return None
-        self._agreed = agreed[:count].tolist()
-        return agreed[len(told) :]
+        self._agreed = agreed[:count]
+        return torch.tensor(agreed[length:], dtype=torch.float64)
 
     def _finish(self) -> None:
         """Wait for all that is under way."""
@@ -186,7 +183,7 @@ class Gathering(ABC):
         self._sparse_rows.forget()
 
     def state(self) -> dict[str, Tensor]:
-        """What the sums remember: nothing, or how fine their lattices are."""
+        """Memory of the sums: nothing, or how fine their lattices are."""
         return self._sums.state() if self._loaded is None else dict(self._loaded)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -128,7 +128,6 @@ class Buffers:
             if live is not None:
                 in_own_memory(live)
 
-    @torch.no_grad()
     def after_pass(self, weight: float, number: int, *, beside: bool = False) -> bool:
         """Take in what a pass did to the buffers, undo it, and say whether it did anything.
 
@@ -139,6 +138,10 @@ class Buffers:
                 only with the buffers that it changes.
         """
         self._frozen.refuse_written()
+        return bool(self._live) and self._take_in(weight, number, beside=beside)
+
+    @torch.no_grad()
+    def _take_in(self, weight: float, number: int, *, beside: bool) -> bool:
         known = set(self._uncounted)
         moved = self._moved()
         self._compared = True
@@ -174,7 +177,7 @@ class Buffers:
         for index in self._moved():
             now, committed = self._now(index, "the forward pass"), self._committed[index]
             if committed is None or committed.shape != now.shape:
-                raise self._reshaped(index, now, "the forward pass", f" {why}")
+                raise reshaped(self._owners[index], committed, now, "the forward pass", f" {why}")
 
     @torch.no_grad()
     def move(self, moved: Mapping[int, Tensor]) -> None:
@@ -187,18 +190,22 @@ class Buffers:
             else:
                 resized(buffer, value.shape).copy_(value)
 
-    @torch.no_grad()
     def after_update(self) -> None:
         """What wrote since `apply` was the optimizer or a hook of it, as one that averages the
         weights: alike on every worker, and once in the step. So it is committed as it is."""
+        if self._live:
+            self._commit_written()
+        self._frozen.note()
+
+    @torch.no_grad()
+    def _commit_written(self) -> None:
         for index in self._moved():
             now, committed = self._now(index, "a hook of the optimizer"), self._committed[index]
             if committed is None or committed.shape != now.shape:
-                raise self._reshaped(index, now, "a hook of the optimizer")
+                raise reshaped(self._owners[index], committed, now, "a hook of the optimizer")
             committed.copy_(now)
             self.moved.add(id(self._live[index]))
             self._restore(index)
-        self._frozen.note()
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""
@@ -206,7 +213,11 @@ class Buffers:
         counted = {i for i in present if self._counted(i)}
         modules = {id(self._owners[i][0]) for i in counted}
         for i in set(present) - counted - self._uncounted:
-            if not self._compared or id(self._owners[i][0]) in modules or self._like_statistics(i):
+            if (
+                not self._compared
+                or id(self._owners[i][0]) in modules
+                or _like_statistics(self._live[i])
+            ):
                 self._uncounted |= {i} if self._differs(i) else set()
         return [i for i in present if i in counted or i in self._uncounted]
 
@@ -214,10 +225,6 @@ class Buffers:
         module, name = self._owners[index]
         now, live = module._buffers[name], self._live[index]
         return now is not live or live is None or live._version != self._versions[index]
-
-    def _like_statistics(self, index: int) -> bool:
-        live = self._live[index]
-        return live is not None and live.dim() == 1 and live.is_floating_point()
 
     def _differs(self, index: int) -> bool:
         module, name = self._owners[index]
@@ -253,14 +260,6 @@ class Buffers:
             raise unequal(*self._owners[index], [known.shape, given.shape])
         self._layouts[index] = known or given
 
-    def _reshaped(self, index: int, now: Tensor, by: str, why: str = "") -> RecipeError:
-        (module, name), committed = self._owners[index], self._committed[index]
-        before = "None" if committed is None else f"shape {list(committed.shape)}"
-        return RecipeError(
-            f"{by} changed the buffer {name!r} of a {type(module).__name__} from {before} to "
-            f"shape {list(now.shape)}: a buffer that it writes must keep its shape.{why}"
-        )
-
     def _restore(self, index: int) -> None:
         (module, name), committed = self._owners[index], self._committed[index]
         live = self._live[index]
@@ -292,7 +291,6 @@ class Buffers:
             if module._buffers[name] is not None:
                 self._restore(index)
 
-    @torch.no_grad()
     def exchange(self, marks: list[float], comm: Comm, *, read: float = 1.0) -> None:
         """Agree on every buffer that some rank's passes moved; they move with `apply`.
 
@@ -306,8 +304,11 @@ class Buffers:
             PeerError: another rank went away.
         """
         moved = [index for index, mark in enumerate(marks) if mark > 0]
-        if not moved:
-            return
+        if moved:
+            self._agree(moved, marks, comm, read)
+
+    @torch.no_grad()
+    def _agree(self, moved: list[int], marks: list[float], comm: Comm, read: float) -> None:
         live = self._live[moved[0]]
         device = self._device if live is None else live.device
         reshaped = [index for index in moved if marks[index] >= _RESHAPED]
@@ -361,7 +362,9 @@ class Buffers:
         table = torch.zeros(comm.size, len(reshaped), 2 + _DIMS, dtype=torch.float64)
         for place, index in enumerate(reshaped):
             if index in self._proposed:
-                table[comm.rank, place] = torch.tensor(self._coded(index), dtype=torch.float64)
+                table[comm.rank, place] = torch.tensor(
+                    _coded(self._layouts.get(index), self._committed[index]), dtype=torch.float64
+                )
         table = table.to(device)
         comm.all_reduce(table).wait()
         layouts = {}
@@ -372,22 +375,14 @@ class Buffers:
             layouts[index] = given[0]
         return layouts
 
-    def _coded(self, index: int) -> list[int]:
-        """The layout that this rank's passes gave a buffer, as numbers: dimensions come after
-        their count, so that all are zero where there was no pass."""
-        layout, committed = self._layouts.get(index), self._committed[index]
-        if layout is None:
-            assert committed is not None, "else it has another shape"
-            layout = Layout(committed.dtype, tuple(committed.shape))
-        dims = len(layout.shape)
-        return [1 + _DTYPES.index(layout.dtype), dims, *layout.shape, *[0] * (_DIMS - dims)]
-
-    @torch.no_grad()
     def apply(self) -> None:
         """Give the buffers the values agreed on, with the parameters of the same step."""
-        if self._agreed is None:
-            return
-        (moved, flat, layouts), self._agreed = self._agreed, None
+        if self._agreed is not None:
+            agreed, self._agreed = self._agreed, None
+            self._give(*agreed)
+
+    @torch.no_grad()
+    def _give(self, moved: list[int], flat: Tensor, layouts: dict[int, Layout]) -> None:
         at = 0
         for index in moved:
             shape, committed = self._shape_of(index, layouts), self._committed[index]
@@ -414,9 +409,35 @@ class _Agreed(NamedTuple):
     layouts: dict[int, Layout]
 
 
+def _like_statistics(live: Tensor | None) -> bool:
+    return live is not None and live.dim() == 1 and live.is_floating_point()
+
+
+def _coded(layout: Layout | None, committed: Tensor | None) -> list[int]:
+    """The layout that this rank's passes gave a buffer, as numbers: dimensions come after
+    their count, so that all are zero where there was no pass."""
+    if layout is None:
+        assert committed is not None, "else it has another shape"
+        layout = Layout(committed.dtype, tuple(committed.shape))
+    dims = len(layout.shape)
+    return [1 + _DTYPES.index(layout.dtype), dims, *layout.shape, *[0] * (_DIMS - dims)]
+
+
 def _layout(coded: list[int]) -> Layout:
     dtype, dims, *shape = coded
     return Layout(_DTYPES[dtype - 1], tuple(shape[:dims]))
+
+
+def reshaped(
+    owner: tuple[nn.Module, str], committed: Tensor | None, now: Tensor, by: str, why: str = ""
+) -> RecipeError:
+    """The error of who gave a buffer another shape, and may not."""
+    module, name = owner
+    before = "None" if committed is None else f"shape {list(committed.shape)}"
+    return RecipeError(
+        f"{by} changed the buffer {name!r} of a {type(module).__name__} from {before} to "
+        f"shape {list(now.shape)}: a buffer that it writes must keep its shape.{why}"
+    )
 
 
 def unequal(module: nn.Module, name: str, shapes: Sequence[Sequence[int]]) -> RecipeError:

@@ -1,4 +1,4 @@
-"""What workers tell each other beside the gradient: numbers that travel with it, and are summed.
+"""Notes of workers beside the gradient: numbers that travel with it, and are summed.
 
 Every worker fills places of its own, or adds to a common one; after the sum
 each holds the same. A further note is a further name where `Notes` is made
@@ -7,7 +7,7 @@ each holds the same. A further note is a further name where `Notes` is made
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -21,21 +21,23 @@ class Notes:
     """
 
     def __init__(self, **sizes: int) -> None:
-        self._sizes = sizes
+        self._sizes = list(sizes.items())
+        ends = pairwise(accumulate(sizes.values(), initial=0))
+        self._places = [(name, slice(*each)) for name, each in zip(sizes, ends, strict=True)]
         self.size = sum(sizes.values())
         """Numbers of all notes together."""
 
     def blank(self) -> dict[str, list[float]]:
         """Notes in which nothing is said yet: zeros, which a sum passes over."""
-        return {name: [0.0] * size for name, size in self._sizes.items()}
+        return {name: [0.0] * size for name, size in self._sizes}
 
     def pack(self, notes: dict[str, list[float]]) -> Tensor:
-        """Notes as one tensor, [size] float64, in the order of the layout."""
-        assert [len(notes[name]) for name in self._sizes] == list(self._sizes.values()), notes
-        values = [value for name in self._sizes for value in notes[name]]
+        """Notes of `blank` that were filled in, as one tensor, [size] float64."""
+        values = [*chain.from_iterable(notes.values())]
+        assert len(values) == self.size, notes
         return torch.tensor(values, dtype=torch.float64)
 
     def unpack(self, summed: Tensor) -> dict[str, list[float]]:
-        """What `pack` gave on every worker, summed over them, by name."""
-        values = iter(summed.tolist())
-        return {name: list(islice(values, size)) for name, size in self._sizes.items()}
+        """Numbers that `pack` gave on every worker, summed over them, by name."""
+        values = summed.tolist()
+        return {name: values[place] for name, place in self._places}
