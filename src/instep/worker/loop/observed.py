@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.observers import Observer
 from instep.engine.passes import Pass
 from instep.engine.state.committed import CommittedState
 from instep.engine.update import Update
 from instep.registry import Registry
+from instep.state.intact import discard_after
+from instep.worker.loop.after_commit import AfterCommit
 
 OBSERVERS = Registry(
     "observer",
@@ -40,6 +43,29 @@ class Observed:
     nothing any more."""
     drop_after: Callable[[int], object]
     """Discards the checkpoints of later steps, on the worker that saves."""
+
+
+def observers_of(
+    member: Member,
+    engine: Engine,
+    update: Update,
+    after: AfterCommit,
+    run_pass: Callable[[Pass, float], None],
+) -> dict[str, Observer]:
+    """Make the observers of a worker.
+
+    Args:
+        member, engine, update, after: the worker's.
+        run_pass: as in `Observed`.
+    """
+
+    def set_aside(step: int) -> None:
+        if not after.drop_after(step):
+            discard_after(member.run / "checkpoints", step)
+
+    return make_observers(
+        Observed(member, engine.model, update, engine.state, run_pass, set_aside, after.drop_after)
+    )
 
 
 def make_observers(observed: Observed) -> dict[str, Observer]:

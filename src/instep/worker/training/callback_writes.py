@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.state.committed import CommittedState
 from instep.engine.trial_result import Trial
 from instep.engine.update import Update
+from instep.recipe.forward import Forward
 from instep.usercode.numbers import alike, is_number, is_small_array
 from instep.usercode.places import Place, own_of, places
 from instep.worker.passes.late_trial import say_late
@@ -28,6 +30,21 @@ _FEW = 64
 """Items of a dict or list that are looked at."""
 
 _SCHEDULER = "; leave it to a scheduler of the recipe, such as ReduceLROnPlateau"
+
+
+def writes_around(
+    member: Member, engine: Engine, forward: Forward
+) -> Callable[[str], AbstractContextManager[None]]:
+    """Make the context of calls of callbacks that finds what they change of a recipe's training.
+
+    Args:
+        member, engine, forward: the worker's.
+    """
+    recipe = forward.recipe
+    keepers = (*forward.losses, recipe.weight)
+    data = (recipe.train, recipe.collate, recipe.augment)
+    updates = [turn.update for turn in engine.turns]
+    return CallbackWrites(member, engine.state, engine.model, keepers, data, updates).during
 
 
 class CallbackWrites:

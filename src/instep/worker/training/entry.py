@@ -54,6 +54,14 @@ class Entry:
         """Whether this process is the first of its replica."""
         return self._member.number % self._job.mesh.ranks == 0
 
+    def enter_mesh(self, model: nn.Module, begun: Begun) -> tuple[Trial | None, Replica | None]:
+        """Enter the replica; where it is one process, there is nothing to do.
+
+        Raises:
+            InstepError: as from `enter`.
+        """
+        return self.enter(model, begun) if self._job.mesh.ranks > 1 else (None, None)
+
     def enter(self, model: nn.Module, begun: Begun) -> tuple[Trial, Replica]:
         """Try the whole model, and have this process keep its part of it; where nobody has trained
         it yet, compare the replica with one process.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import AnyOrder
+from instep.data.samples.contents import Record
 from instep.data.weighted import HowSampled
 from instep.engine.member import Member
 from instep.errors import InstepError, RecipeError, SpecError
@@ -66,6 +67,22 @@ class Inputs(NamedTuple):
     def loaders(self) -> list[Loader]:
         """One for each dataset."""
         return [self.train, *([self.validate] if self.validate is not None else [])]
+
+    def record(self) -> Record | None:
+        """Make the file of contents of samples as steps use them, for the audit, if there is to
+        be one."""
+        member = self.member
+        if self.job.check.content == "off" or not (member.sees_run and member.run.is_dir()):
+            return None
+        return Record(member.run / f"contents-{member.number}.bin")
+
+    def warn_of_few_samples(self) -> None:
+        """Warn of a dataset that is smaller than a batch, on the first worker."""
+        batch, samples = self.job.train.global_batch, self.batches.samples
+        if self.member.number == 0 and samples < batch:
+            text = f"train.global_batch = {batch:,}, and the dataset has {samples:,} samples: "
+            text += "a step takes all of them, and is an epoch."
+            self.member.emit("warning", text=text)
 
     @property
     def pids(self) -> list[int]:

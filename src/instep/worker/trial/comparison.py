@@ -27,6 +27,7 @@ from instep.recipe.weights import Weighing, sum_refused
 from instep.usercode.counts import Counts
 from instep.worker.trial import first_batch
 from instep.worker.trial.compared.buffer_means import BufferMeans
+from instep.worker.trial.compared.findings import LossPair, SpotFindings
 from instep.worker.trial.compared.global_layers import calls_of, first_that_sees_parts
 from instep.worker.trial.compared.layers import first_that_mixes, layer_in_words, outputs_of
 from instep.worker.trial.compared.nearness import SHORT, Nearness, mean_gradients
@@ -34,13 +35,11 @@ from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.compared.writes import refuse_writes_by_batch
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
 from instep.worker.trial.model import DERIVES, PassResult, TrialModel
-from instep.worker.trial.shapes import Watch, differ
+from instep.worker.trial.shapes import Watch
 
 _SLOW_S, _DEARER = 0.05, 4.0
 """If a pass takes more CPU seconds than the first, and in float64 the second times as many, it is
 tried in float32: a trial is to be short."""
-
-REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
 
 
 def first_line(error: Exception) -> str:
@@ -158,7 +157,7 @@ class SpotComparison:
         refuse_writes_by_batch(self._model, first.parts, first.sizes)
         if not self._differs and not self._counted and not self._set_by_first:
             self._check_first(first)
-        trial = self._judge(drew, moved)
+        trial = self._findings(drew=drew, moved=moved).trial()
         return trial._replace(shapes=self._shapes.known, left=[*left]) if trial.same else trial
 
     def refuse_idle(self) -> None:
@@ -228,61 +227,24 @@ class SpotComparison:
         except RecipeError:
             self._not_cut = "what the forward pass draws cannot be drawn micro-batch by micro-batch"
 
-    def _judge(self, drew: bool, moved: bool) -> Trial:
-        if self._differs and self._drew_elsewhere:
-            return Trial.not_shown(
-                "something draws from numpy's or Python's generators, so it gives other results "
-                "each time it is tried. Draw with torch's",
-                self._derived,
-            )
-        if self._differs:
-            why = "; ".join(self._differs)
-            return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
-        if not self._compared:
-            return Trial.not_shown(self._untried)
-        if self._near.shows_little:
-            return Trial.not_shown(
-                "the model can only be tried in its own 16 bits, which do not show a difference of "
-                "a per cent",
-                self._derived,
-            )
-        if not self._known:
-            why = (
-                f"{self._name} is your own function, and what it is a mean of may depend on the "
-                "contents of a batch"
-            )
-            return Trial(
-                False,
-                why,
-                f"not shown: {why}. Say it with Recipe.weight (where it is the samples of an "
-                "(inputs, target), weight=lambda batch: len(batch[0])), or return "
-                "instep.WeightedLoss(total, weight)",
-            )
-        if self._not_cut:
-            return Trial.not_shown(self._not_cut)
-        if how := first_batch.in_words(self._counted, self._set_by_first):
-            return Trial.not_shown(
-                f"{how}: a step calls it once for each micro-batch, and no checkpoint has it. "
-                f"{first_batch.REMEDY}",
-                self._derived,
-            )
-        if self._set_by_parameters:
-            return Trial.not_shown(
-                first_batch.by_parameters(self._set_by_parameters), self._derived
-            )
-        if self._uncounted:
-            return Trial.not_shown(
-                f"the buffer {self._uncounted!r} is a mean over samples, and the batches that "
-                "collate makes do not show how many they have. Let each tensor of a batch have "
-                "them in its first dimension",
-                self._derived,
-            )
-        if moved:
-            return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
-        if drew:
-            reason = "the forward pass draws random numbers, as dropout does"
-            return Trial(False, reason, "yes", self._derived)
-        return Trial(True, "a trial showed no difference", "yes", self._derived)
+    def _findings(self, *, drew: bool, moved: bool) -> SpotFindings:
+        return SpotFindings(
+            self._name,
+            self._known,
+            self._derived,
+            self._differs,
+            drew_elsewhere=self._drew_elsewhere,
+            compared=self._compared,
+            untried=self._untried,
+            shows_little=self._near.shows_little,
+            not_cut=self._not_cut,
+            counted=self._counted,
+            set_by_first=self._set_by_first,
+            set_by_parameters=self._set_by_parameters,
+            uncounted=self._uncounted,
+            moved=moved,
+            drew=drew,
+        )
 
     # ---- one pass, twice
 
@@ -445,7 +407,9 @@ class SpotComparison:
                 f"one machine it would see {self._whole}"
             )
         elif not alike:
-            self._differs.append(self._by_loss(loss, whole.loss, worst, spot, packed))
+            shown = worst if self._near.close(loss, whole.loss) else ""
+            pair = LossPair(self._name, loss, whole.loss, shown, packed)
+            self._differs.append(pair.in_words(spot, self._forward, self._whole))
         return moved
 
     def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
@@ -475,46 +439,6 @@ class SpotComparison:
         shape = next((list(t.shape) for t in tensors_in(spot.whole) if t.dim()), [])
         weighed = not self._by_samples or self._forward.weighs_itself or self._derived
         return "" if weighed or not shape or sum(spot.sizes) in shape[:2] else str(shape)
-
-    def _by_loss(self, apart: float, whole: float, worst: str, spot: Spot, packed: str) -> str:
-        if packed:
-            by = (
-                f"collate packs samples ({sum(spot.sizes)} of them into the shape {packed}), and "
-                "it is a mean of their contents, such as tokens: Recipe.weight can say of how many"
-            )
-        elif self._forward.recipe.collates and differ(spot.each()):
-            by = (
-                "collate gives samples other shapes in other batches, as one does that pads to the "
-                "longest, and what it adds counts. Pad to one length, or leave padding out of the "
-                "loss with a mask and compute_loss, which may return instep.WeightedLoss(total, "
-                "weight). Or it is a mean of something else (class weights, targets that are not "
-                "ignored), which Recipe.weight can say, or of several things; or collate draws"
-            )
-        elif apart and math.isclose(whole, len(spot.sizes) * apart, rel_tol=1e-4):
-            by = (
-                "it is a sum, and a step takes the mean of its micro-batches: divide it by what it "
-                "is a sum of, or return instep.WeightedLoss(total, weight)"
-            )
-        elif self._forward.recipe.weight:
-            by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
-        else:
-            by = (
-                "it compares the samples of a batch, or is a mean of something else than samples, "
-                "which Recipe.weight can say"
-            )
-        many = len(spot.parts)
-        counted = "two" if many == 2 else str(many)
-        each = "both" if many == 2 else "all"
-        if worst and self._near.close(apart, whole):
-            what = (
-                f"has another gradient, of {worst!r}, for {counted} micro-batches than for {each}"
-            )
-        else:
-            what = f"is {apart:.6g} for {counted} micro-batches and {whole:.6g} for {each}"
-        return (
-            f"{self._name} {what} as one batch: {by}. It sees {spot.sizes[0]} samples at a time; "
-            f"on one machine it would see {self._whole}"
-        )
 
     def _refuse_sum(self, apart: Sequence[PassResult], whole: PassResult) -> None:
         """Refuse a loss whose value over the whole is the sum over the micro-batches."""

@@ -23,12 +23,9 @@ from instep.engine.trial_result import Trial
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum, sum_refused
 from instep.usercode.counts import Counts
+from instep.worker.trial.compared.findings import REMEDY
 from instep.worker.trial.compared.spots import OtherSize, Spot
-from instep.worker.trial.comparison import (
-    REMEDY,
-    SpotComparison,
-    first_line,
-)
+from instep.worker.trial.comparison import SpotComparison, first_line
 from instep.worker.trial.constant_draws import ConstantDraws
 from instep.worker.trial.hooked import hooked_parameter, refuse_stepping_hooks
 from instep.worker.trial.model import DERIVES, trial_model
