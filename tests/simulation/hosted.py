@@ -21,7 +21,7 @@ from instep.pool.jobs import (
     PoolJob,
     PoolState,
 )
-from instep.pool.policy import speed
+from instep.pool.paces.curve import speed
 from instep.pool.scheduler import LATER, SCALED, JobSight, PoolScheduler
 from simulation.pooled import Disk, Killed
 

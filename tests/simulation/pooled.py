@@ -24,7 +24,7 @@ from instep.pool.jobs import (
     PoolState,
     ResultTest,
 )
-from instep.pool.policy import speed
+from instep.pool.paces.curve import speed
 from instep.pool.scheduler import LATER, SCALED, JobSight, PoolScheduler
 
 

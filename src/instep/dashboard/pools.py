@@ -6,16 +6,18 @@ Nothing here asks the scheduler. Ways in: `pool_beside`, `pool_sections`.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from instep.errors import InstepError
+from instep.pool.ahead.forecast import JobForecast, forecast
 from instep.pool.jobs import ENDED, PoolState
 from instep.pool.pool_file import SPEC, PoolFolder
 from instep.pool.pool_journal import FILE as JOURNAL
 from instep.pool.requests import FOLDER as INBOX
-from instep.pool.view import as_tables, explanation
+from instep.pool.view import LISTED, as_tables, explanation
 from instep.words import command
 
 POOL = "pool"
@@ -85,7 +87,8 @@ def pool_sections(folder: Path) -> dict[str, Any]:
     pool = PoolFolder(folder)
     state, scheduled = pool.state(), pool.scheduled
     now = time.time()
-    tables = {table["id"]: table for table in as_tables(state)}
+    ahead = forecast(state, now, most=LISTED)
+    tables = {table["id"]: table for table in as_tables(state, now, ahead)}
     ended = sorted(
         (job.id for job in state.jobs.values() if job.status == ENDED),
         key=lambda name: state.jobs[name].ended or 0.0,
@@ -105,14 +108,16 @@ def pool_sections(folder: Path) -> dict[str, Any]:
         },
         "verdict": {"mark": "live" if scheduled else "calm", "text": f"{busy}.{idle}"},
         "shares": _shares(state),
-        "jobs": [{**tables[each], "told": _told(state, each, now)} for each in shown],
+        "jobs": [{**tables[each], "told": _told(state, each, now, ahead)} for each in shown],
         "next": _next(folder, scheduled),
     }
 
 
-def _told(state: PoolState, name: str, now: float) -> list[list[str]]:
+def _told(
+    state: PoolState, name: str, now: float, ahead: Mapping[str, JobForecast]
+) -> list[list[str]]:
     """Give what `instep explain` says of a job, as pairs of words."""
-    lines = explanation(state, state.jobs[name], now)[1:]
+    lines = explanation(state, state.jobs[name], now, ahead)[1:]
     return [[line[:8].strip(), line[8:].strip()] for line in lines]
 
 

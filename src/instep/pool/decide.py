@@ -21,6 +21,7 @@ from instep.pool.hosts.placement import (
     without,
 )
 from instep.pool.jobs import (
+    COMMAND,
     ENDED,
     RUNNING,
     STOPPING,
@@ -37,6 +38,7 @@ from instep.pool.jobs import (
     ResizeRefused,
     RunSeen,
 )
+from instep.pool.paces.curve import curve_of, left_of, noted, with_pace
 from instep.pool.policy import plan
 
 HALF_LIFE_S = 86_400.0
@@ -52,11 +54,12 @@ def decide(state: PoolState, event: PoolEvent, now: float) -> PoolState:
         known = {job.key for job in state.jobs.values() if job.key}
         if event.job.id in state.jobs or event.job.key in known:
             return state
-        state = _with(state, event.job)
+        state = _with(state, _with_length(state, event.job))
     elif isinstance(event, FlowSubmitted):
         if any(job.id in state.jobs for job in event.jobs):
             return state
-        state = replace(state, jobs={**state.jobs, **{job.id: job for job in event.jobs}})
+        new = {job.id: _with_length(state, job) for job in event.jobs}
+        state = replace(state, jobs={**state.jobs, **new})
     elif isinstance(event, AgainAsked):
         state = again(state, event.ids)
     elif isinstance(event, HostEvent):
@@ -71,15 +74,7 @@ def _after(state: PoolState, event: PoolEvent, now: float) -> PoolState:
     if isinstance(event, CancelAsked):
         return _with(state, _cancelled(state.jobs[event.id], now))
     if isinstance(event, RunSeen):
-        job = state.jobs[event.id]
-        left = event.left_s if event.left_s is not None else job.left_s
-        steps = event.steps or job.steps
-        job = replace(job, left_s=left, step=event.step, steps=steps)
-        if state.hosts:
-            job = without(state, job, event.lost, event.begun, now)
-        elif job.status == RUNNING:
-            job = replace(job, held=max(job.target, event.workers))
-        return _with(state, job)
+        return _with(state, _seen(state, state.jobs[event.id], event, now))
     if isinstance(event, PlacesTold):
         return _with(state, told(state.jobs[event.id], event))
     if isinstance(event, ResizeRefused):
@@ -105,7 +100,7 @@ def replan(state: PoolState, now: float) -> PoolState:
         workers = wanted.get(job.id, 0)
         if job.status == RUNNING and workers < job.target:
             status = RUNNING if workers else STOPPING
-            jobs[job.id] = replace(job, status=status, target=workers, changed=now)
+            jobs[job.id] = replace(noted(job, now), status=status, target=workers, changed=now)
     takers = [job for job in jobs.values() if wanted.get(job.id, 0) > job.target]
     for job in sorted(takers, key=lambda each: (each.status == RUNNING, -each.priority)):
         workers = wanted[job.id]
@@ -117,7 +112,7 @@ def replan(state: PoolState, now: float) -> PoolState:
         if job.status in (WAITING, RUNNING):
             free -= max(0, more)
             jobs[job.id] = replace(
-                job,
+                noted(job, now),
                 status=RUNNING,
                 target=workers,
                 held=max(job.held, workers),
@@ -135,8 +130,44 @@ def _cancelled(job: PoolJob, now: float) -> PoolJob:
     return replace(job, status=STOPPING, cancelled=True, target=0, places={}, changed=now)
 
 
+def _seen(state: PoolState, job: PoolJob, event: RunSeen, now: float) -> PoolJob:
+    left = left_of(job, now) if event.left_s is None else event.left_s
+    paces = with_pace(job.paces, *event.pace) if event.pace is not None else job.paces
+    head_s = job.head_s
+    if head_s is None and event.first and job.began and event.first > job.began:
+        head_s = event.first - job.began
+    if state.hosts:
+        job = without(state, job, event.lost, event.begun, now)
+    elif job.status == RUNNING:
+        job = replace(job, held=max(job.target, event.workers))
+    return replace(
+        job,
+        left_s=left,
+        seen=now if event.step else 0.0,  # before its first step it is not less from then on
+        paces=paces,
+        head_s=head_s,
+        step=event.step,
+        steps=event.steps or job.steps,
+    )
+
+
+def _with_length(state: PoolState, job: PoolJob) -> PoolJob:
+    """The job, with the length of the last one like it that has completed."""
+    for other in reversed([*state.jobs.values()]) if job.like else ():
+        if other.like != job.like or other.outcome != "completed":
+            continue
+        if job.kind == COMMAND:
+            return replace(job, left_s=other.results.get("seconds"))
+        if other.steps and other.paces:
+            left_s = other.steps * curve_of(other.paces).one_s
+            return replace(job, left_s=left_s, paces=other.paces)
+    return job
+
+
 def _ended(job: PoolJob, event: ClientEnded, now: float) -> PoolJob:
     in_vain = 0 if event.step > job.step else job.in_vain + (job.status != STOPPING)
+    workers, left_s = job.target, left_of(job, now)
+    paces = with_pace(job.paces, *event.pace) if event.pace is not None else job.paces
     job = replace(job, target=0, held=0, step=max(job.step, event.step), in_vain=in_vain)
     job = replace(job, places={}, told={})  # its processes that have not ended are seen on hosts
     outcome = event.outcome
@@ -148,8 +179,13 @@ def _ended(job: PoolJob, event: ClientEnded, now: float) -> PoolJob:
         results, why = event.results, event.why
         if outcome == "failed" and not why:
             why = f"its client ended {in_vain} times without another step: instep logs {job.id}"
-        return replace(job, status=ENDED, outcome=outcome, why=why, ended=now, results=results)
-    return replace(job, status=WAITING)
+        job = replace(job, status=ENDED, outcome=outcome, why=why, ended=now, results=results)
+        job = replace(job, paces=paces, left_s=0.0 if job.succeeded else left_s)
+        if event.last is not None:
+            step_s = curve_of(job.paces).step_s(max(1, workers)) if job.paces else 0.0
+            job = replace(job, tail_s=max(0.0, now - event.last - step_s))
+        return job
+    return replace(job, status=WAITING, left_s=left_s, seen=0.0)
 
 
 def _counted(state: PoolState, now: float) -> PoolState:

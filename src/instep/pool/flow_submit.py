@@ -6,6 +6,7 @@ Ways in: `submit_flow`, `run_again`.
 from __future__ import annotations
 
 import getpass
+import hashlib
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -38,7 +39,14 @@ from instep.pool.jobs import (
 )
 from instep.pool.pool_file import PoolFolder
 from instep.pool.requests import ask
-from instep.pool.submit import bounds_of, check_key, check_share, chosen_every, loaded
+from instep.pool.submit import (
+    bounds_of,
+    check_key,
+    check_share,
+    chosen_every,
+    like_of,
+    loaded,
+)
 from instep.store.folder import numbered
 
 
@@ -197,11 +205,14 @@ def _pool_job(
     if each.command:
         least = most = unit = 1
         words = [_with_runs(pool, word, flow, jobs) for word in each.command]
+        like = "\0".join((str(path.parent.resolve()), *each.command))
         more = {"command": tuple(words), "folder": str(path.parent.resolve()), "kind": COMMAND}
+        more |= {"like": hashlib.sha256(like.encode()).hexdigest()[:16]}
     else:
         unit = jobs[name].mesh.ranks
         least, most = bounds_of(pool, jobs[name], each.at_least, each.at_most, share, where)
         more = {"saves": chosen_every(path.parent / each.file, each.set)}
+        more |= {"like": like_of(jobs[name])}
     return PoolJob(
         id=f"{flow}-{name}",
         share=share,

@@ -114,6 +114,16 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     """When its target last changed."""
     left_s: float | None = None
     """Seconds of one worker that it still needs, as far as they are known."""
+    seen: float = 0.0
+    """When that was so, if it runs."""
+    paces: tuple[tuple[int, float], ...] = ()
+    """Seconds of a step with so many workers, as they were measured."""
+    like: str = ""
+    """Jobs with the same need the same time."""
+    head_s: float | None = None
+    """Seconds from its start to its first step."""
+    tail_s: float | None = None
+    """Seconds from its last step to its end."""
     step: int = 0
     steps: int | None = None
     in_vain: int = 0
@@ -212,6 +222,10 @@ class RunSeen(msgspec.Struct, frozen=True, tag=True):
     """Hosts of the pool that the run does not have."""
     begun: bool = True
     """Whether its workers have begun to train."""
+    pace: tuple[int, float] | None = None
+    """Seconds of a step with so many workers."""
+    first: float | None = None
+    """When its first step began."""
 
 
 class ResizeRefused(msgspec.Struct, frozen=True, tag=True):
@@ -230,6 +244,10 @@ class ClientEnded(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
     step: int = 0
     results: Mapping[str, float] = {}
+    last: float | None = None
+    """When its last step began, if it has completed."""
+    pace: tuple[int, float] | None = None
+    """Seconds of a step with so many workers."""
 
 
 class HostSeen(msgspec.Struct, frozen=True, tag=True):

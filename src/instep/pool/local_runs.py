@@ -65,13 +65,16 @@ class LocalRuns:
         if job.kind == SEARCH:
             return self._searches.look(job, self._lock(job), self._last_words(job))
         events = self._events.setdefault(job.id, RunEvents(run))
-        pace = self._paces.setdefault(job.id, RunPace())
+        if job.id not in self._paces:
+            self._paces[job.id] = RunPace(run, job.paces)
+        pace = self._paces[job.id]
         if lives:
             events.update()
-            pace.update(run, events.workers)
+            pace.update(events.workers)
             left = pace.left_s(events.steps)
             lost = tuple(name for n, name in enumerate(self._hosts) if n not in events.hosts)
             seen = JobSight(True, events.workers, pace.step, events.steps, left)
+            seen = seen._replace(pace=pace.pace, first=pace.first)
             return seen._replace(lost=lost, begun=events.begun)
         del self._events[job.id], self._paces[job.id]
         if not (run / "job.toml").is_file():
@@ -89,7 +92,11 @@ class LocalRuns:
             elif outcome == "failed":
                 why = self._last_words(job)
         results = _figures(run) if job.flow and outcome else {}
-        return JobSight(False, step=step, outcome=outcome, why=why, results=results)
+        ended = JobSight(False, step=step, outcome=outcome, why=why, results=results)
+        if outcome == "completed":
+            pace.update(events.workers, at_once=True)
+            ended = ended._replace(last=pace.last, pace=pace.pace)
+        return ended
 
     def _look_at_command(self, job: PoolJob, lives: bool) -> JobSight:
         if lives or not detached.has_begun(self._lock(job)):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from instep.pool.flows import verdict
 from instep.pool.jobs import COMMAND, RUNNING, WAITING, PoolJob, PoolState
+from instep.pool.paces.curve import curve_of, left_of
 
 USED_S = 300.0
 """Differences in use of less, in core seconds for a weight of 1, park nobody."""
@@ -27,8 +28,8 @@ USED_S = 300.0
 KEPT = 1.25
 """A worker that a job has counts as so much more gain than one that it would get."""
 
-SERIAL = 0.05
-"""The part of a step that does not get shorter with workers, until something else is measured."""
+SHORT_FIRST = 0.5
+"""Workers go to short jobs rather than to long ones, by this power of their length."""
 
 LEAST_EFFICIENCY = 0.25
 
@@ -66,7 +67,7 @@ class _WorkersDealt:
     """The workers that are given so far, share by share; who cannot have more now never can."""
 
     def __init__(self, state: PoolState, jobs: Sequence[PoolJob], now: float) -> None:
-        self._state, self.free = state, state.cores
+        self._state, self._now, self.free = state, now, state.cores
         self.found = dict.fromkeys((job.id for job in jobs), 0)
         self.totals = dict.fromkeys((job.share for job in jobs), 0)
         self.reasons: dict[str, str] = {}
@@ -112,7 +113,9 @@ class _WorkersDealt:
             self._push(job)
 
     def _push(self, job: PoolJob) -> None:
-        heapq.heappush(self._growing[job.share], (-gain(job, self.found[job.id]), job.id, job))
+        left_s = left_of(job, self._now)
+        worth = gain(job, self.found[job.id], UNKNOWN_S if left_s is None else left_s)
+        heapq.heappush(self._growing[job.share], (-worth, job.id, job))
 
     def _look_ahead(self, share: str) -> None:
         if queue := self._queues.get(share):
@@ -184,39 +187,16 @@ def _may_grow(
 ) -> bool:
     workers = found[job.id] + job.unit
     within = totals[job.share] + job.unit <= state.limits.get(job.share, workers + state.cores)
-    useful = speed(workers) / workers >= LEAST_EFFICIENCY
+    useful = curve_of(job.paces).speed(workers) / workers >= LEAST_EFFICIENCY
     return workers <= job.at_most and job.unit <= free and within and useful
 
 
-def speed(workers: int) -> float:
-    """How much faster a job is than with one worker."""
-    return workers / (1.0 + SERIAL * (workers - 1))
-
-
-def gain(job: PoolJob, workers: int) -> float:
-    """The worth of some more workers for a job that has so many."""
+def gain(job: PoolJob, workers: int, left_s: float) -> float:
+    """The worth of some more workers for a job that has so many, and so many seconds left."""
+    speed = curve_of(job.paces).speed
     more = (speed(workers + job.unit) - speed(workers)) / job.unit
     kept = KEPT if job.status == RUNNING and workers < job.target else 1.0
-    return kept * more / math.sqrt(max(1.0, job.left_s or UNKNOWN_S))
-
-
-def start_in_s(state: PoolState, job: PoolJob) -> float | None:
-    """Seconds until there is probably room for a job that waits; None if that is not known.
-
-    Jobs that run are taken to keep their workers; others that wait are not looked at.
-    """
-    free, ends = state.cores - state.held, list[tuple[float, int]]()
-    for other in state.jobs.values():
-        shrinks = max(0, other.held - other.at_least) if other.status == RUNNING else other.held
-        free += shrinks
-        if other.held and other.target and other.left_s is not None:
-            ends.append((other.left_s / speed(other.target), other.held - shrinks))
-    waited = 0.0
-    for end, cores in sorted(ends):
-        if free >= job.at_least:
-            break
-        waited, free = end, free + cores
-    return waited if free >= job.at_least else None
+    return kept * more / math.pow(max(1.0, left_s), SHORT_FIRST)
 
 
 Policy = Callable[[PoolState, float], WorkerPlan]

@@ -5,22 +5,27 @@ Ways in: `RunEvents`, `RunPace`.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from instep.checksums import table_of
-from instep.errors import InstepError
-from instep.events import LEDGER, read_records
+from instep.events import STEPS
 from instep.plain_file import plain
-from instep.pool.policy import speed
+from instep.pool.paces.curve import Paces, curve_of, with_pace
 
 LOOK_S = 1.0
 """The steps of a run are read so often."""
 
 MEASURED_S = 2.0
 """Least time over which the speed of a run is measured."""
+
+_LAST = 64
+"""Records of steps that are read: one for each worker."""
 
 
 class RunEvents:
@@ -84,32 +89,69 @@ class RunEvents:
 
 
 class RunPace:
-    """How fast a run goes with the workers that it has."""
+    """How fast a run goes, by the moments at which its steps began.
 
-    def __init__(self) -> None:
+    Args:
+        run: its folder.
+        paces: seconds of a step with so many workers, as they are known.
+    """
+
+    def __init__(self, run: Path, paces: Paces) -> None:
+        self._run, self.paces = run, paces
         self.step = 0
+        self.first: float | None = None
+        """When its first step began."""
+        self.last: float | None = None
+        """When its last one did."""
         self._since: tuple[float, int, int] | None = None  # time, step, workers
         self._looked = 0.0
-        self.step_s: float | None = None
-        """Seconds of a step with one worker."""
 
-    def update(self, run: Path, workers: int) -> None:
-        """Read how far it is."""
+    def update(self, workers: int, *, at_once: bool = False) -> None:
+        """Read how far it is; not if that was done just now, unless it has to be `at_once`."""
         now = time.monotonic()
-        if now - self._looked < LOOK_S:
+        if now - self._looked < LOOK_S and not at_once:
             return
         self._looked = now
-        with suppress(OSError, InstepError):
-            self.step = int(read_records(run / "ledger.bin", LEDGER)["step"][-64:].max(initial=0))
-        if self._since is None or self._since[2] != workers or self.step < self._since[1]:
-            self._since = now, self.step, workers
+        found = _steps(self._run / "steps.bin")
+        if found is None:
             return
-        seconds, steps = now - self._since[0], self.step - self._since[1]
-        if seconds >= MEASURED_S and steps > 0 and workers:
-            self.step_s = seconds / steps * speed(workers)
+        self.first, began, step = found
+        moved = step != self.step
+        self.step, self.last = step, began
+        since = self._since
+        if since is None or since[2] != workers or step < since[1]:
+            if moved:  # the step in which it changed is not counted
+                self._since = began, step, workers
+            return
+        seconds, steps = began - since[0], step - since[1]
+        if moved and seconds >= MEASURED_S and workers:
+            self.paces = with_pace(self.paces, workers, seconds / steps)
+
+    @property
+    def pace(self) -> tuple[int, float] | None:
+        """Seconds of a step with the workers that it has."""
+        workers = self._since[2] if self._since else 0
+        return next(((n, step_s) for n, step_s in self.paces if n == workers), None)
 
     def left_s(self, steps: int | None) -> float | None:
         """Seconds of one worker that are left."""
-        if steps is None or self.step_s is None:
+        if steps is None or not self.paces:
             return None
-        return max(0, steps - self.step) * self.step_s
+        return max(0, steps - self.step) * curve_of(self.paces).one_s
+
+
+def _steps(path: Path) -> tuple[float, float, int] | None:
+    """When the first and the last step of a run began, and the number of the last; None if it has
+    made none."""
+    with suppress(OSError), open(path, "rb", opener=plain) as file:
+        size = STEPS.itemsize
+        records = file.seek(0, os.SEEK_END) // size
+        file.seek(0)
+        first = np.frombuffer(file.read(size * min(records, 1)), STEPS)
+        file.seek(max(0, records - _LAST) * size)
+        last = np.frombuffer(file.read(min(records, _LAST) * size), STEPS)
+        if len(last):
+            step = int(last["step"].max())
+            began = last["begin"][last["step"] == step].min()
+            return float(first["begin"][0]), float(began), step
+    return None

@@ -25,12 +25,13 @@ from instep.pool.jobs import (
     RunSeen,
     TimePassed,
 )
+from instep.pool.paces.curve import left_of
 
 TICK_S = 5.0
 """Between two counts of use, where nothing happens."""
 
-NOTED_S = 10.0
-"""Seconds of remaining time are journaled when they are off by more, and by a tenth."""
+NOTED_S, NOTED_PART = 1.0, 20
+"""The remaining time of a job is journaled where it is off by more seconds, and by that part."""
 
 
 SCALED, LATER, REFUSED = "scaled", "later", "refused"
@@ -56,6 +57,12 @@ class JobSight(NamedTuple):
     """Hosts of a pool that the run does not have."""
     begun: bool = True
     """Whether its workers have begun to train, as far as is known."""
+    pace: tuple[int, float] | None = None
+    """Seconds of a step with so many workers."""
+    first: float | None = None
+    """When the first step of the run began."""
+    last: float | None = None
+    """When the last step of a run that is over began."""
 
 
 class Hands(Protocol):
@@ -118,21 +125,30 @@ class PoolScheduler:
         sight = self._hands.look(job)
         if sight.lives:
             self._known.add(job.id)
-            before = job.left_s or 0.0
-            off = abs((sight.left_s if sight.left_s is not None else before) - before)
-            known = job.status != RUNNING or job.held == max(job.target, sight.workers)
-            if self.state.hosts:  # they say what they have
-                known = without(self.state, job, sight.lost, sight.begun, now) is job
-            if not known or off > max(NOTED_S, before / 10) or (sight.steps and not job.steps):
+            if self._is_news(job, sight, now):
                 workers, step, steps, left_s = sight[1:5]
-                more = sight.lost, sight.begun
+                more = sight.lost, sight.begun, sight.pace, sight.first
                 self.take(RunSeen(job.id, workers, step, steps, left_s, *more), now)
         elif sight.outcome or job.status == STOPPING or job.id in self._known:
-            ended = ClientEnded(job.id, sight.outcome, sight.why, sight.step, sight.results)
-            self.take(ended, now)
+            end = (sight.outcome, sight.why, sight.step, sight.results, sight.last, sight.pace)
+            self.take(ClientEnded(job.id, *end), now)
             self._known.discard(job.id)  # once that is journaled: else its end would be forgotten
             self._asked.pop(job.id, None)
         # else another scheduler was to start it, and this one does
+
+    def _is_news(self, job: PoolJob, sight: JobSight, now: float) -> bool:
+        """Whether a run that lives is not as the state has it."""
+        if self.state.hosts:  # they say what they have
+            if without(self.state, job, sight.lost, sight.begun, now) is not job:
+                return True
+        elif job.status == RUNNING and job.held != max(job.target, sight.workers):
+            return True
+        if (sight.steps and not job.steps) or (sight.first and not job.step and sight.step):
+            return True
+        before = left_of(job, now)
+        if sight.left_s is None or before is None:
+            return sight.left_s is not None
+        return abs(sight.left_s - before) > max(NOTED_S, before / NOTED_PART)
 
     def _do(self, job: PoolJob, now: float) -> None:
         if job.status == STOPPING:

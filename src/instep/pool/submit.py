@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import hashlib
 import re
 import time
 from collections.abc import Collection
@@ -96,6 +97,7 @@ def submit(
             key=key,
             saves=saves,
             memory=memory,
+            like=like_of(job),
         )
         ask(pool.folder, JobSubmitted(wanted))
     return JobSent(name, new, saves)
@@ -225,6 +227,12 @@ def loaded(path: Path, overrides: Collection[str] = ()) -> JobSpec:
     every = chosen_every(path, overrides)
     more = [f'checkpoint.every="{every}"'] if every else []
     return settled(spec_file.load(path, [*more, *overrides]))
+
+
+def like_of(job: JobSpec) -> str:
+    """A text that jobs share which need the same time: they differ in name and seed at most."""
+    same = msgspec.structs.replace(job, name=JobSpec(recipe=job.recipe).name, seed=0)
+    return hashlib.sha256(spec_file.dump(same).encode()).hexdigest()[:16]
 
 
 def settled(job: JobSpec) -> JobSpec:

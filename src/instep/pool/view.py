@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from instep.pool.ahead.forecast import JobForecast, forecast
 from instep.pool.flows import AFTER_END, FAILED, verdict
 from instep.pool.hosts.placement import places_taken, room_refusal, with_hosts
 from instep.pool.jobs import (
@@ -19,8 +21,11 @@ from instep.pool.jobs import (
     PoolJob,
     PoolState,
 )
-from instep.pool.policy import plan, speed, start_in_s
+from instep.pool.policy import UNKNOWN_S, plan
 from instep.units import readable_bytes, readable_count, readable_seconds
+
+LISTED = 20_000
+"""Jobs times moments that a list looks ahead; one job may look further."""
 
 
 def pool_lines(state: PoolState, scheduled: bool, notice: str = "") -> list[str]:
@@ -71,8 +76,9 @@ def job_lines(state: PoolState, now: float | None = None) -> list[str]:
     """A table of the jobs that have not ended, and of the last that have."""
     now = time.time() if now is None else now
     state = with_hosts(state, now)
-    reasons = plan(state, now).reasons
-    rows = [("job", "share", "state", "workers", "priority", "step", "ends", "waits for")]
+    reasons, ahead = plan(state, now).reasons, forecast(state, now, most=LISTED)
+    names = ("job", "share", "state", "workers", "priority", "step", "starts", "ends", "waits for")
+    rows = [names]
     ended = sorted((j for j in state.jobs.values() if j.ended), key=lambda job: job.ended or 0.0)
     for job in [*ended[-10:], *(j for j in state.jobs.values() if j.status != ENDED)]:
         workers = f"{job.held} of {job.at_most}" if job.held else "-"
@@ -80,7 +86,7 @@ def job_lines(state: PoolState, now: float | None = None) -> list[str]:
         step = f"{readable_count(job.step)}{steps}" if job.step or job.steps else "-"
         waits = job.why.splitlines()[0][:60] if job.why else reasons.get(job.id, "")
         row = (job.id, job.share, state_of(job), workers, str(job.priority), step)
-        rows.append((*row, _ends(job), waits))
+        rows.append((*row, *_moments(job, ahead.get(job.id)), waits))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -97,8 +103,20 @@ def state_of(job: PoolJob) -> str:
     return job.status if job.status == RUNNING or not job.step else "parked"
 
 
-def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> list[str]:
-    """Why a job is where it is, and until when."""
+def explanation(
+    state: PoolState,
+    job: PoolJob,
+    now: float | None = None,
+    ahead: Mapping[str, JobForecast] | None = None,
+) -> list[str]:
+    """Why a job is where it is, and until when.
+
+    Args:
+        state: of its pool.
+        job: to explain.
+        now: Unix seconds.
+        ahead: the forecast of all jobs, where there is one already.
+    """
     now = time.time() if now is None else now
     state = with_hosts(state, now)
     lines = [f"{job.id}   {state_of(job)}   share {job.share}, priority {job.priority}"]
@@ -110,8 +128,7 @@ def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> lis
         lines.append(f"workers {job.held} of {job.at_most}, {job.at_least} at least")
         if job.fixed:
             lines.append("size    its run cannot be resized, so it keeps its workers to its end")
-        if end := _ends(job):
-            lines.append(f"ends    {end}")
+        lines += _ahead_lines(job, _of(state, job, now, ahead), now)
     elif job.status == STOPPING:
         lines.append(f"next    it {how_it_ends(job)}")
     elif job.status == ENDED:
@@ -128,15 +145,43 @@ def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> lis
             why = f"{job.at_least} cores: {', '.join(givers) or 'the scheduler'} gives them now"
             if state.hosts and not givers:
                 why = room_refusal(state, job) or why
-            lines.append(f"waits   {why}")
-        else:
-            lines.append(f"waits   {why}")
-            if job.needs is not None and verdict(job, state.jobs)[1]:
-                return [*lines, f"starts  {_after_needs(job.needs)}"]
-            soon = start_in_s(state, job)
-            when = "not known yet" if soon is None else f"in about {readable_seconds(soon)}"
-            lines.append(f"starts  {when}")
+        lines.append(f"waits   {why}")
+        if job.needs is not None and verdict(job, state.jobs)[1]:
+            lines.append(f"needs   {_after_needs(job.needs)}")
+        lines += _ahead_lines(job, _of(state, job, now, ahead), now)
     return lines
+
+
+def _of(
+    state: PoolState, job: PoolJob, now: float, ahead: Mapping[str, JobForecast] | None
+) -> JobForecast:
+    found = forecast(state, now, wanted=job.id) if ahead is None else ahead
+    return found.get(job.id, JobForecast())
+
+
+def _ahead_lines(job: PoolJob, found: JobForecast, now: float) -> list[str]:
+    """When it starts and ends, and what that rests on."""
+    rests = ""
+    if found.rests_on and found.rests_on != job.id:
+        rests = (
+            f", if {found.rests_on}, whose length is not known, takes {readable_seconds(UNKNOWN_S)}"
+        )
+    lines = []
+    if not job.held and found.starts_s != 0.0:
+        starts = "not known yet"
+        if found.starts_s is not None:
+            starts = f"{_in(found.starts_s, now)}{rests}"
+        lines.append(f"starts  {starts}")
+    if found.ends_s is not None:
+        lines.append(f"ends    {_in(found.ends_s, now)}{rests if job.held else ''}")
+    elif job.held:
+        lines.append("ends    not known yet")
+    return lines
+
+
+def _in(seconds: float, now: float) -> str:
+    clock = time.strftime("%H:%M", time.localtime(now + seconds))
+    return f"in about {readable_seconds(round(seconds))} ({clock})"
 
 
 def how_it_ends(job: PoolJob) -> str:
@@ -154,12 +199,27 @@ def _after_needs(needs: FlowNeeds) -> str:
     return " and ".join([f"once {words.get(needs.outcome, 'they have completed')}", *tests])
 
 
-def as_tables(state: PoolState) -> list[dict[str, Any]]:
-    """All jobs as plain data."""
-    return [{**msgspec.to_builtins(job), "state": state_of(job)} for job in state.jobs.values()]
+def as_tables(
+    state: PoolState, now: float | None = None, ahead: Mapping[str, JobForecast] | None = None
+) -> list[dict[str, Any]]:
+    """All jobs as plain data, with the Unix seconds at which they start and end, where that is
+    known."""
+    now = time.time() if now is None else now
+    ahead = forecast(state, now, most=LISTED) if ahead is None else ahead
+    found = []
+    for job in state.jobs.values():
+        table = {**msgspec.to_builtins(job), "state": state_of(job)}
+        soon = ahead.get(job.id, JobForecast())
+        starts, ends = (None if s is None else now + s for s in (soon.starts_s, soon.ends_s))
+        table |= {"starts_at": None if job.held else starts, "ends_at": ends}
+        found.append(table)
+    return found
 
 
-def _ends(job: PoolJob) -> str:
-    if job.status != RUNNING or job.left_s is None or not job.target:
-        return ""
-    return f"in {readable_seconds(job.left_s / speed(job.target))}"
+def _moments(job: PoolJob, found: JobForecast | None) -> tuple[str, str]:
+    """When a job starts and ends, for a table."""
+    if found is None:
+        return "", ""
+    moments = (None if job.held else found.starts_s, found.ends_s)
+    starts, ends = ("" if s is None else f"in {readable_seconds(round(s))}" for s in moments)
+    return starts, ends

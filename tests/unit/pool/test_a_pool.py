@@ -53,7 +53,7 @@ def test_a_job_that_waits_gets_cores_by_shrinking_and_only_when_processes_have_e
     state = after(state, JobSubmitted(job("new", least=2)), now=10)
     assert targets(state) == {"old": 2, "new": 0}
     assert state.held == 4
-    assert "old gives them now" in explanation(state, state.jobs["new"], 10)[-1]
+    assert "old gives them now" in "".join(explanation(state, state.jobs["new"], 10))
     state = after(state, RunSeen("old", 3), now=11)
     assert targets(state)["new"] == 0, "half a gang was started"
     state = after(state, RunSeen("old", 2), now=12)

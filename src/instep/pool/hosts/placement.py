@@ -24,6 +24,7 @@ from instep.pool.jobs import (
     PoolJob,
     PoolState,
 )
+from instep.pool.paces.curve import noted
 
 GROW_S = 5.0
 """A job grows at most so often."""
@@ -302,5 +303,5 @@ def _is_drained(state: PoolState, name: str) -> bool:
 
 def _with_places(job: PoolJob, places: Mapping[str, int], now: float) -> PoolJob:
     kept = {name: workers for name, workers in places.items() if workers}
-    status = job.status if kept else STOPPING
-    return replace(job, status=status, places=kept, target=sum(kept.values()), changed=now)
+    status, target = job.status if kept else STOPPING, sum(kept.values())
+    return replace(noted(job, now), status=status, places=kept, target=target, changed=now)

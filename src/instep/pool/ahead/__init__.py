@@ -1,0 +1,1 @@
+"""Looks ahead in a pool: when its jobs start and end."""

@@ -1,0 +1,1 @@
+"""How fast the jobs of a pool are, by the workers that they have."""
