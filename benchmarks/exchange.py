@@ -34,7 +34,7 @@ from instep.comm.over_hosts import over_hosts
 from instep.comm.torch_comm import TorchComm
 from instep.lab.netlab import Network
 from instep.sync.reducers import Place
-from instep.sync.reducers.two_phase import Segments, TwoPhase
+from instep.sync.reducers.two_phase import RankSegments, TwoPhase
 
 BUCKET = 2_000_000
 """Values, of float32: 8 MB."""
@@ -66,7 +66,7 @@ class Sum:
         if not plain:
             lengths = [len(part) for part in self.flat.split(BUCKET)]
             buckets = [[Place(str(n), (length,))] for n, length in enumerate(lengths)]
-            self.two = TwoPhase(codec, comm, Segments(buckets, comm.size))
+            self.two = TwoPhase(codec, comm, RankSegments(buckets, comm.size))
 
     def run(self) -> None:
         if self.two is None:

@@ -19,7 +19,7 @@ from instep.engine.engine import Engine
 from instep.engine.served.optimizer import ServedUpdate
 from instep.engine.state import committed
 from instep.engine.state.buffers import Buffers
-from instep.engine.state.catch_up import Place, beginning
+from instep.engine.state.catch_up import HeldCommit, beginning
 from instep.engine.step import records
 from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import LEASED, STRATEGIES
@@ -473,7 +473,7 @@ def vote_is_seen_by_rank_0_alone():
 )
 def test_from_where_a_generation_continues(places, step):
     table = [
-        Place(0, at, ready, inside, at, told=False, ends=False) for at, ready, inside in places
+        HeldCommit(0, at, ready, inside, at, told=False, ends=False) for at, ready, inside in places
     ]
     assert beginning(table).number == step
 

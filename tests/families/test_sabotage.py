@@ -27,7 +27,7 @@ from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.worker.trial import moves
-from instep.worker.trial.gate import Gate, whole_passes
+from instep.worker.trial.gate import GradientGate, whole_passes
 from instep.worker.trial.two_blocks import on_two_blocks
 
 pytestmark = [pytest.mark.process, pytest.mark.tail]
@@ -57,7 +57,7 @@ class Mesh:
         self.blocks = TwoBlocks(self.model) if two else None
         with self.alone() if comm.rank else self.reference(forward):
             by, moves._BY = moves._BY, 0.0 if self.still else moves._BY
-            self.gate = Gate(forward, SEED)
+            self.gate = GradientGate(forward, SEED)
             if comm.rank == 0:
                 self.gate.compute(self.passes)
             moves._BY = by

@@ -21,7 +21,7 @@ from instep.control.seen import WAITING
 from instep.data.batches import Batches
 from instep.engine.assignment import NOTHING_FINISHED, Lockstep, finished
 from instep.engine.membership import FLUSH_S
-from instep.engine.state.catch_up import NOWHERE, Place, beginning
+from instep.engine.state.catch_up import NOWHERE, HeldCommit, beginning
 from instep.errors import PeerError
 from instep.events import STEPS
 
@@ -446,7 +446,7 @@ class Worker(Process):
         if self._holds:
             told, ends = (last.told, last.ends) if last else (self._ended, self._ended)
             prepared = self._staged.record.step if self._staged is not None else -1
-            mine = Place(
+            mine = HeldCommit(
                 course=0,
                 number=len(self._lineage),
                 prepared=prepared,

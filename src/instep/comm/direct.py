@@ -87,10 +87,10 @@ def swap(
             source, to = (own - step) % ranks, (own + step) % ranks
             works.append(group.recv([got[source]], source, tag))
             works.append(group.send([sent(to)], to, tag))
-    return _All(works)
+    return _MessagesWork(works)
 
 
-class _All(dist.Work):
+class _MessagesWork(dist.Work):
     """Several messages; FSDP2 waits only for what is a `Work`."""
 
     def __init__(self, works: Sequence[Any]) -> None:

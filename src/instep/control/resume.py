@@ -22,7 +22,7 @@ from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import plain, replace_plain
 from instep.privacy import secret_files
-from instep.state.files.manifest import Manifest, read_manifest
+from instep.state.files.manifest import CheckpointManifest, read_manifest
 from instep.state.intact import discard_newer, newest_intact
 from instep.store.folder import ID, StartPoint, numbered, run_id
 from instep.store.ledger import check_intact, check_reaches, cut_back
@@ -157,7 +157,7 @@ def _set_model_aside(run: RunFolder, step: int) -> list[str]:
 _KEPT = ("run", "job", "ledger_bytes", "epoch_so_far", "optimizer", "scaler")
 
 
-def check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
+def check_own(folder: Path, checkpoint: Path, manifest: CheckpointManifest) -> None:
     """Refuse a checkpoint of another run, of an earlier instep, or beyond the ledger."""
     kept = {name.partition("-")[0] for name in manifest.facts}  # optimizer-NAME, of several turns
     if missing := [name for name in _KEPT if name not in kept]:
@@ -172,7 +172,7 @@ def check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
     check_reaches(folder / "ledger.bin", int(manifest.facts["ledger_bytes"]))
 
 
-def _job_of(checkpoint: Path, manifest: Manifest) -> JobSpec:
+def _job_of(checkpoint: Path, manifest: CheckpointManifest) -> JobSpec:
     table = spec_file.with_present_keys(tomllib.loads(manifest.facts["job"]))
     return spec_file.build(table, source=f"the job in {checkpoint}")
 

@@ -32,13 +32,13 @@ from instep.integrity.repeats import (
     STATE_EVERY,
     Recomputed,
     Repeat,
-    Verdict,
+    WrongRanks,
     by_majority,
     by_trial,
     repeats_every,
     repeats_of,
 )
-from instep.integrity.rollback import UNLIKE, Found, Rollback
+from instep.integrity.rollback import UNLIKE, FoundDifference, Rollback
 from instep.state.digest import MemoryWatch, combined, digests
 from instep.worker.loop.observed import Observed
 
@@ -198,8 +198,10 @@ class CorruptionCheck:
         if changed is None:
             return
         how = "it is not what the last update made it"
-        verdict = Verdict((self._comm.rank,), how=how)
-        self._rollback.report(Found("parameter", changed, verdict), self._step, self._step - 1)
+        verdict = WrongRanks((self._comm.rank,), how=how)
+        self._rollback.report(
+            FoundDifference("parameter", changed, verdict), self._step, self._step - 1
+        )
         self._rollback.kill_itself(self._step)
 
     @property
@@ -249,7 +251,9 @@ class CorruptionCheck:
         mine = [bool(answer) for (answer,) in self._gather([int(error.mine)])]
         if sum(mine) == 1:
             how = "they were different when they were computed again"
-            found = Found("gradient", "all passes", Verdict((mine.index(True),), how=how))
+            found = FoundDifference(
+                "gradient", "all passes", WrongRanks((mine.index(True),), how=how)
+            )
             self._rollback.act_on(found, self._step)
 
     def committed(self) -> None:
@@ -268,17 +272,17 @@ class CorruptionCheck:
             state += [(f"{key} of {name}", v) for key, v in values if isinstance(v, Tensor)]
         return state
 
-    def _compare_states(self, states: list[int]) -> Found | None:
+    def _compare_states(self, states: list[int]) -> FoundDifference | None:
         if len(set(states)) == 1:
             return None
         named = self._state()
         tables = self._gather(digests(tensor for _, tensor in named))
         for (name, _), row in zip(named, zip(*tables, strict=True), strict=True):
             if len(set(row)) > 1:
-                return Found("state", name, by_majority(row))
-        return Found("state", "a tensor", by_majority(states))
+                return FoundDifference("state", name, by_majority(row))
+        return FoundDifference("state", "a tensor", by_majority(states))
 
-    def _compare_gradients(self, own: list[int], other: list[int]) -> Found | None:
+    def _compare_gradients(self, own: list[int], other: list[int]) -> FoundDifference | None:
         differing = [r for r in self._repeats if own[r.owner] != other[r.second]]
         if not differing:
             return None
@@ -290,7 +294,7 @@ class CorruptionCheck:
                 f"workers computed different gradients for micro-batch {repeat.number} of step "
                 f"{self._step}, and again different ones when they repeated it. {UNLIKE}"
             )
-        return Found("gradient", f"micro-batch {repeat.number}", verdict)
+        return FoundDifference("gradient", f"micro-batch {repeat.number}", verdict)
 
     def _compute_again(self, repeat: Repeat) -> list[Recomputed]:
         """Every rank computes a micro-batch again: twice, and once with its loss times 0."""

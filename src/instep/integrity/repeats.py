@@ -68,7 +68,7 @@ def repeats_of(step: int, every: int, dealt: Sequence[range]) -> list[Repeat]:
     ]
 
 
-class Verdict(NamedTuple):
+class WrongRanks(NamedTuple):
     """Which ranks are wrong."""
 
     named: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
     """The evidence, as the end of a sentence."""
 
 
-def by_majority(values: Sequence[Hashable]) -> Verdict:
+def by_majority(values: Sequence[Hashable]) -> WrongRanks:
     """The ranks that differ from the majority; without a majority, all ranks are suspects.
 
     Args:
@@ -88,9 +88,9 @@ def by_majority(values: Sequence[Hashable]) -> Verdict:
     (most, count), *_ = Counter(values).most_common(1)
     ranks = range(len(values))
     if 2 * count <= len(values):
-        return Verdict(suspects=tuple(ranks), how="there is no majority")
+        return WrongRanks(suspects=tuple(ranks), how="there is no majority")
     odd = tuple(rank for rank in ranks if values[rank] != most)
-    return Verdict(odd, how=f"{count} of {len(values)} workers have another")
+    return WrongRanks(odd, how=f"{count} of {len(values)} workers have another")
 
 
 class Recomputed(NamedTuple):
@@ -105,7 +105,7 @@ class Recomputed(NamedTuple):
 
 def by_trial(
     repeat: Repeat, before: Mapping[int, int], trials: Sequence[Recomputed]
-) -> Verdict | None:
+) -> WrongRanks | None:
     """Which rank is wrong about a micro-batch for which two ranks had different gradients.
 
     The first that applies: the rank whose results differ from its own earlier one; the rank that
@@ -128,12 +128,12 @@ def by_trial(
     if len(unsteady) > 1:
         return None
     if unsteady:
-        return Verdict(unsteady, how="it computed it again and got another")
+        return WrongRanks(unsteady, how="it computed it again and got another")
     found = [trial.first for trial in trials]
     if len(set(found)) > 1 and (verdict := by_majority(found)).named:
         return verdict
     stuck = tuple(rank for rank in before if not trials[rank].nothing)
     if len(stuck) == 1:
-        return Verdict(stuck, how="it gives a gradient where there is no loss")
+        return WrongRanks(stuck, how="it gives a gradient where there is no loss")
     pair = tuple(sorted((repeat.owner, repeat.second)))
-    return Verdict(suspects=pair, how="each got its own result again")
+    return WrongRanks(suspects=pair, how="each got its own result again")

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from instep.errors import PeerError, WorkerError
 from instep.integrity.clean_copy import CleanCopy
-from instep.integrity.repeats import Verdict
+from instep.integrity.repeats import WrongRanks
 from instep.worker.loop.observed import Observed
 
 MOST_IN_DOUBT = 3
@@ -25,14 +25,14 @@ UNLIKE = (
 )
 
 
-class Found(NamedTuple):
+class FoundDifference(NamedTuple):
     """A difference that was found."""
 
     what: str
     """`parameter`, `state` or `gradient`."""
     where: str
     """A tensor's name, or which micro-batch."""
-    verdict: Verdict
+    verdict: WrongRanks
 
 
 class Rollback:
@@ -101,7 +101,7 @@ class Rollback:
             self._copy.keep()
             self._kept = True
 
-    def act_on(self, found: Found, step: int) -> NoReturn:
+    def act_on(self, found: FoundDifference, step: int) -> NoReturn:
         """Make all go back, or end the run; this worker kills itself if it is the wrong one.
 
         Raises:
@@ -149,13 +149,13 @@ class Rollback:
             return self._copy.step
         return max(steps[rank][0] for rank in others) - 1
 
-    def _numbers(self, verdict: Verdict) -> tuple[list[int], list[int]]:
+    def _numbers(self, verdict: WrongRanks) -> tuple[list[int], list[int]]:
         form = self._member.form
         assert form is not None, "no generation yet"
         named, suspects = ([form.members[r] for r in ranks] for ranks in verdict[:2])
         return named, suspects
 
-    def report(self, found: Found, step: int, clean_step: int) -> None:
+    def report(self, found: FoundDifference, step: int, clean_step: int) -> None:
         """Record a difference, and the step that the others go back to."""
         named, suspects = self._numbers(found.verdict)
         self._member.emit(
@@ -186,7 +186,7 @@ class Rollback:
         raise AssertionError("SIGKILL was survived")
 
 
-def _in_words(found: Found, numbers: tuple[list[int], list[int]], step: int) -> str:
+def _in_words(found: FoundDifference, numbers: tuple[list[int], list[int]], step: int) -> str:
     named, suspects = numbers
     who = ", ".join(f"worker {n}" for n in named) or (
         " or ".join(f"worker {n}" for n in suspects) + ", it is not known which,"

@@ -102,7 +102,7 @@ class ByMicroBatch(TorchDispatchMode):
         return _joined(func, parts, named, cut)
 
 
-class _Cut(NamedTuple):
+class _SampleDim(NamedTuple):
     """Where the samples are in the tensors of an operation that draws."""
 
     dim: int
@@ -111,7 +111,7 @@ class _Cut(NamedTuple):
     """Rows of each sample."""
 
 
-def _place(named: dict[str, Any], samples: int) -> _Cut | None:
+def _place(named: dict[str, Any], samples: int) -> _SampleDim | None:
     """Samples are the first dimension, the second (time-major sequences), or have several rows."""
     shape: Any = ()
     for name, value in named.items():
@@ -120,14 +120,14 @@ def _place(named: dict[str, Any], samples: int) -> _Cut | None:
             break
     for dim in range(min(2, len(shape))):
         if shape[dim] == samples:
-            return _Cut(dim, samples, 1)
+            return _SampleDim(dim, samples, 1)
     if shape and shape[0] and not shape[0] % samples:
-        return _Cut(0, shape[0], shape[0] // samples)
+        return _SampleDim(0, shape[0], shape[0] // samples)
     return None
 
 
 def _run(
-    func: Any, positional: int, named: dict[str, Any], cut: _Cut, first: int, stop: int
+    func: Any, positional: int, named: dict[str, Any], cut: _SampleDim, first: int, stop: int
 ) -> Any:
     """An operation on rows [first, stop), in the memory format that these rows alone would have."""
     given, back = dict(named), []
@@ -150,7 +150,7 @@ def _run(
     return made
 
 
-def _joined(func: Any, parts: list[Any], named: dict[str, Any], cut: _Cut) -> Any:
+def _joined(func: Any, parts: list[Any], named: dict[str, Any], cut: _SampleDim) -> Any:
     """What an operation on all rows would have returned."""
     written, returns = _written(func), func._schema.returns
     if written and returns and returns[0].alias_info is not None:

@@ -1,9 +1,10 @@
 """Embeddings whose table is elsewhere: a layer gets the rows of its batch, and has no weight.
 
 `take_out` changes every `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True` so that it asks
-for each row of its batch once (`Rows`), and computes with these as torch does with its table.
+for each row of its batch once (`EmbeddingRows`), and computes with these as torch does with its
+table.
 The gradient of the rows goes where they came from. While an optimizer is made, a few
-rows stand for the table (`Table.sample`).
+rows stand for the table (`EmbeddingTable.sample`).
 
 Who has the rows is not known here. Alone, as while a model is tried, rows are made up.
 """
@@ -26,7 +27,7 @@ _MOST_ROWS = 2**31
 """Rows have numbers of 32 bits on their way."""
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Has the rows."""
 
     def rows(self, table: int, ids: Tensor) -> Tensor:
@@ -44,19 +45,19 @@ class Source(Protocol):
         """What a backward pass gave for the rows `ids`, of which one may be the padding's."""
 
 
-class Rows:
+class EmbeddingRows:
     """Where the layers of one model get their rows."""
 
-    source: Source | None = None
+    source: RowSource | None = None
     """None where there are none to be had: then they are made up, the same for the same row."""
 
-    def __deepcopy__(self, memo: Any) -> Rows:
+    def __deepcopy__(self, memo: Any) -> EmbeddingRows:
         """A copy of the model is tried alone."""
-        return Rows()
+        return EmbeddingRows()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As is one that is loaded from a file."""
-        return Rows, ()
+        return EmbeddingRows, ()
 
     def of(self, table: int, ids: Tensor, like: Tensor, padding: int | None) -> Tensor:
         """Rows [ids, dim], which need a gradient; for `padding` the source is told none."""
@@ -88,7 +89,7 @@ def _made_up(ids: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass
-class Table:
+class EmbeddingTable:
     """The table of one layer."""
 
     name: str
@@ -110,7 +111,7 @@ def is_sparse(layer: nn.Module) -> bool:
     return isinstance(layer, _LAYERS) and layer.sparse and layer.weight.requires_grad
 
 
-def take_out(model: nn.Module) -> tuple[list[Table], Rows]:
+def take_out(model: nn.Module) -> tuple[list[EmbeddingTable], EmbeddingRows]:
     """Have the sparse embeddings of a model ask for their rows.
 
     Call `leave_out` once the optimizer is made.
@@ -121,20 +122,20 @@ def take_out(model: nn.Module) -> tuple[list[Table], Rows]:
     Raises:
         RecipeError: a layer does what needs the whole table.
     """
-    found, source = dict[str, Any](), Rows()
+    found, source = dict[str, Any](), EmbeddingRows()
     for path, layer in model.named_modules():
         if is_sparse(layer):
             found[f"{path}.weight" if path else "weight"] = layer
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
-    tables = list[Table]()
+    tables = list[EmbeddingTable]()
     for name, layer in found.items():
         _check(name, layer, owners[id(layer.weight)])
         weight = layer.weight.detach()
         rows = 11 if weight.shape[1] != 11 else 13  # told apart from columns by their number
         sample = nn.Parameter(weight[:1].repeat(rows, 1))
-        tables.append(Table(name, len(weight), sample, weight))
+        tables.append(EmbeddingTable(name, len(weight), sample, weight))
         layer.weight = sample
         layer.__class__ = _kind(type(layer))
         layer._rows, layer._table = source, len(tables) - 1
@@ -142,7 +143,7 @@ def take_out(model: nn.Module) -> tuple[list[Table], Rows]:
     return tables, source
 
 
-def leave_out(model: nn.Module, tables: Sequence[Table]) -> None:
+def leave_out(model: nn.Module, tables: Sequence[EmbeddingTable]) -> None:
     """Take the samples out of a model: from here on its layers have no weight."""
     samples = {id(table.sample) for table in tables}
     for layer in model.modules():
@@ -177,7 +178,7 @@ def _check(name: str, layer: Any, names: Sequence[str]) -> None:
 class _Elsewhere:
     """What a layer without its table has in addition."""
 
-    _rows: Rows
+    _rows: EmbeddingRows
     _table: int
     _like: Tensor
     _parameters: dict[str, Any]

@@ -32,7 +32,7 @@ _DIMS = 8
 """Most dimensions of a parameter."""
 
 
-class Piece(NamedTuple):
+class GradientPiece(NamedTuple):
     """What one rank has of one parameter's gradient."""
 
     name: str
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     """[box] what this rank computes, dense or sparse; None as above."""
 
 
-class Verdict(NamedTuple):
+class GateVerdict(NamedTuple):
     """What was compared, if nothing differs."""
 
     tensors: int
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
     """Names of the blocks that alone were compared; empty if all were."""
 
 
-class _Row(NamedTuple):
+class _Distance(NamedTuple):
     """One rank's distance from the reference in one tensor."""
 
     box: tuple[tuple[int, int], ...]
@@ -71,7 +71,7 @@ class _Tensor(NamedTuple):
 
     name: str
     elements: int
-    ranks: list[_Row | None]
+    ranks: list[_Distance | None]
     """None of a rank that holds nothing of it."""
 
     @property
@@ -79,11 +79,11 @@ class _Tensor(NamedTuple):
         return self.name.rpartition(".")[0]
 
     @property
-    def held(self) -> list[_Row]:
+    def held(self) -> list[_Distance]:
         return [row for row in self.ranks if row is not None]
 
     @property
-    def distinct(self) -> list[_Row]:
+    def distinct(self) -> list[_Distance]:
         """One of the ranks that hold the same part."""
         return list({row.box: row for row in self.held}.values())
 
@@ -108,8 +108,12 @@ class _Tensor(NamedTuple):
 
 
 def check(
-    pieces: Iterable[Piece], comm: Comm, *, device: torch.device | str = "cpu", mesh: str = ""
-) -> Verdict:
+    pieces: Iterable[GradientPiece],
+    comm: Comm,
+    *,
+    device: torch.device | str = "cpu",
+    mesh: str = "",
+) -> GateVerdict:
     """Refuse a mesh whose gradients are not those of one process.
 
     A rank counts each element that it holds: copies on several ranks are all compared, and each
@@ -146,7 +150,7 @@ def check(
     return _judge(tensors, mesh)
 
 
-def _row(piece: Piece) -> list[float]:
+def _row(piece: GradientPiece) -> list[float]:
     """Dimensions (-1 if nothing is held), both sums of squares, and the box."""
     name, whole, box, reference, mesh = piece
     if box is None:
@@ -173,15 +177,15 @@ def _square(tensor: Tensor | None) -> float:
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
 
 
-def _read(line: list[float]) -> _Row | None:
+def _read(line: list[float]) -> _Distance | None:
     dims, apart, own, *bounds = line
     if dims < 0:
         return None
     box = tuple((int(bounds[2 * d]), int(bounds[2 * d + 1])) for d in range(int(dims)))
-    return _Row(box, apart, own)
+    return _Distance(box, apart, own)
 
 
-def _judge(tensors: Sequence[_Tensor], mesh: str) -> Verdict:
+def _judge(tensors: Sequence[_Tensor], mesh: str) -> GateVerdict:
     every = math.hypot(*(tensor.norm for tensor in tensors))
     modules: dict[str, float] = {}
     for tensor in tensors:
@@ -197,7 +201,7 @@ def _judge(tensors: Sequence[_Tensor], mesh: str) -> Verdict:
     ]
     if not wrong:
         far = [t.apart / most for t, most in zip(tensors, allowed, strict=True) if most]
-        return Verdict(len(tensors), NEAR * max(far, default=0.0))
+        return GateVerdict(len(tensors), NEAR * max(far, default=0.0))
     others = f", and so are {len(wrong) - 1} of the others" if len(wrong) > 1 else ""
     raise RecipeError(
         f"[mesh] {mesh or 'of this job'} would train another model than one process does: of one "

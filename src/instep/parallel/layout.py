@@ -37,7 +37,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """What every rank has to know of a model beside the mesh."""
 
     plan: Plan | None = None
@@ -52,7 +52,7 @@ class Layout:
 
 def find_layout(
     model: nn.Module, mesh: MeshSpec, example: Example, *, timed: bool = True
-) -> Layout:
+) -> MeshLayout:
     """The layout of a model; a process finds it alone.
 
     Args:
@@ -90,7 +90,7 @@ def find_layout(
             sequence=mesh.sequence,
             whole=cuts,
         )
-    return Layout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
+    return MeshLayout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
 
 
 def _draws(example: Example) -> bool:

@@ -15,12 +15,12 @@ from torch import nn
 from instep.job.mesh import MeshSpec
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.compiled import compile_blocks
-from instep.parallel.layout import Example, Layout
+from instep.parallel.layout import Example, MeshLayout
 from instep.parallel.pipeline.pipeline import Pipeline
 from instep.parallel.pipeline.staged import Staged
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
-from instep.parallel.shard.rows import Rows
+from instep.parallel.shard.rows import ShardedRows
 from instep.parallel.shard.sharded import shard
 from instep.parallel.slots import Slots
 from instep.parallel.tensor import apply_plan
@@ -48,7 +48,7 @@ def split(
     device: torch.device,
     group: ReplicaGroup,
     mesh: MeshSpec,
-    layout: Layout,
+    layout: MeshLayout,
     example: Example | None = None,
 ) -> Any:
     """Split a model in place; each rank keeps its part.
@@ -88,7 +88,7 @@ def split(
     if mesh.checkpointing == "blocks":  # whatever else is done to a block lies inside
         checkpoint_blocks(model, blocks)
     if pipeline is not None:
-        return Staged(pipeline, Rows(model, group.device_mesh) if mesh.shard > 1 else None)
+        return Staged(pipeline, ShardedRows(model, group.device_mesh) if mesh.shard > 1 else None)
     if mesh.shard > 1:
         return shard(model, group.axis("shard"), zero=mesh.zero)
     return CutModel(model)

@@ -29,9 +29,9 @@ from instep.engine.turns import key_of_pass
 from instep.errors import PeerError, RecipeError
 from instep.recipe.build import set_generators
 from instep.recipe.recipe import Recipe
-from instep.server.coding import Coding, Held, Pushes
+from instep.server.coding import Coding, Held, WorkerPushes
 from instep.server.connect import AGAIN_S, reach
-from instep.server.messages import Answer, Pull, Stage
+from instep.server.messages import Pull, ServerAnswer, Stage
 from instep.server.micro_batches import (
     Parcel,
     Portions,
@@ -52,7 +52,7 @@ _FIXED = (
     "model in the recipe."
 )
 
-Told = TypeVar("Told", Grant, Answer)
+Told = TypeVar("Told", Grant, ServerAnswer)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Working(Training):
         coding = Coding(cast(ServerAsync, self.engine.turn.strategy), parameters)
         every = zip(pieces, buffers, strict=True)
         self._held = [Held(coding, *each) for each in every]  # of each server
-        self._pushes = Pushes(coding, pieces, buffers)
+        self._pushes = WorkerPushes(coding, pieces, buffers)
         self._lacks: Parcel | None = None  # a checkpoint has them, and the server
         if member.checkpoint is not None:
             self._lacks = frozen_in(model, parameters)
@@ -200,14 +200,14 @@ class Working(Training):
         for line, room in zip(others, self._pushes.rooms[1:], strict=True):
             line.send(question, room.flats)
         for line in others:
-            line.receive(Answer, (), self._keep_up)
+            line.receive(ServerAnswer, (), self._keep_up)
 
     def _pull(self, others: Sequence[Line], token: int) -> None:
         """Get what to compute with from all servers but the first."""
         for line in others:
             line.send(Pull(token), ())
         for line, held in zip(others, self._held[1:], strict=True):
-            held.take(token, self._receive(line, Answer, held).since)
+            held.take(token, self._receive(line, ServerAnswer, held).since)
 
     def _receive(self, line: Line, kind: type[Told], held: Held) -> Told:
         """An answer with what to compute with."""

@@ -4,7 +4,7 @@ Down: a server knows what each worker holds of its pieces. It encodes by how muc
 and both ends move what the worker holds by what these bytes decode to (`Held`). So what is left out
 is a part of the next difference. Up: a worker encodes its gradients, and adds what is left out to
 its next ones (error feedback: Karimireddy et al. 2019, arXiv:1901.09847), unless the codec is right
-on average (`Pushes`).
+on average (`WorkerPushes`).
 
 Without a codec, and of parameters that none is for, pieces travel as they are. No connection is
 known here, nor what counts.
@@ -213,7 +213,7 @@ class Held:
         self.token = token
 
 
-class Pushes:
+class WorkerPushes:
     """What one worker pushes to all servers, and what it carries over to its next push.
 
     What is left out of a gradient is carried over if its push is a commit; else what was carried

@@ -23,7 +23,7 @@ from instep.server.shard import Holding
 from instep.state.packing import pack_state, unpack_state
 from instep.sync.norm import norm as norm_of
 from instep.sync.norm import recorded
-from instep.sync.servers.leases import Committed, Lease, Leases, Unit
+from instep.sync.servers.leases import Committed, Leases, Unit, UnitLease
 
 USUAL = 64
 """Micro-batches from which it is learnt how long one takes."""
@@ -125,7 +125,7 @@ class Commits:
 
     # ---- leases
 
-    def grant(self, worker: int, now: float) -> tuple[Lease, Given] | None:
+    def grant(self, worker: int, now: float) -> tuple[UnitLease, Given] | None:
         """A lease, and the parameters and buffers to compute with, for as long as it counts; None
         if the worker has to wait.
 
@@ -182,7 +182,7 @@ class Commits:
             self._update.advance()
         return committed
 
-    def _move(self, push: Push, lease: Lease) -> tuple[bool, float | None]:
+    def _move(self, push: Push, lease: UnitLease) -> tuple[bool, float | None]:
         """Have all servers move their parts; whether they have, and the norm of the gradient."""
         holding, others, version = self._holding, self._others, self.leases.version + 1
         moves, squares, found, factor = bool(push.weight), list[float](), None, 1.0

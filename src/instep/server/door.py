@@ -21,7 +21,15 @@ from instep.server.coding import Wrapped
 
 if TYPE_CHECKING:
     from instep.comm.encryption.certificates import Credentials
-from instep.server.tensor_channel import MOST_CALL, PROOF_S, Ask, Call, Line, encrypted, secret_of
+from instep.server.tensor_channel import (
+    MOST_CALL,
+    PROOF_S,
+    Ask,
+    ChannelCall,
+    Line,
+    encrypted,
+    secret_of,
+)
 
 
 class Guest:
@@ -152,7 +160,7 @@ class Door:
         if self._credentials is not None:
             tls = encrypted(connection, self._credentials, deadline)
         line = Line(connection, tls, sums=self._sums)
-        call = line.receive(Call, (), waits, most=MOST_CALL)
+        call = line.receive(ChannelCall, (), waits, most=MOST_CALL)
         if tls is not None and tls.peer.number != call.worker:
             raise PeerError(f"worker {tls.peer.number} shows up as {call.worker}.")
         if not hmac.compare_digest(call.secret, self.secret):

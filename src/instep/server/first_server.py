@@ -40,11 +40,11 @@ from instep.records import Attempt
 from instep.server.commits import Commits, Push
 from instep.server.connect import reach, tell
 from instep.server.door import Door, Guest
-from instep.server.messages import Answer, End, Give, Write
+from instep.server.messages import End, Give, ServerAnswer, Write
 from instep.server.micro_batches import Parcel, buffers_of, frozen_in
 from instep.server.peer_servers import Others, halfway, lost
 from instep.server.request_queue import Desk
-from instep.server.server import Server
+from instep.server.server import TrainingServer
 from instep.server.shard import Holding
 from instep.server.shard_service import HELD, write_shard, written_by
 from instep.server.step_limits import LagCount, StepLimits
@@ -53,7 +53,7 @@ from instep.state.files.staging import SAVING
 from instep.state.pieces import SHARD
 from instep.state.snapshot import model_tensors
 from instep.sync.norm import recorded
-from instep.sync.servers.leases import Lease
+from instep.sync.servers.leases import UnitLease
 from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.loop.parts import Parts, Shards
@@ -81,8 +81,8 @@ class Pushed(Compute):
         return Results({}, [])
 
 
-class Serving(Server):
-    """The first server of a run, or its only one; as `Server`."""
+class Serving(TrainingServer):
+    """The first server of a run, or its only one; as `TrainingServer`."""
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         super().__init__(member, recipe, device)
@@ -294,7 +294,7 @@ class Serving(Server):
         self._write(self._row)
         return True
 
-    def _entry(self, lease: Lease) -> tuple[int, ...]:
+    def _entry(self, lease: UnitLease) -> tuple[int, ...]:
         """Of a commit, for the ledger."""
         step, number = lease.unit
         epoch, course = self._portions.where(step).epoch, self.engine.state.progress.course
@@ -384,7 +384,7 @@ class Serving(Server):
         state, folder, names = self.engine.state, self.member.run / "checkpoints", self._names
         step = state.progress.step
         begins = str(folder / f"{SAVING}{step}-{SHARD}")
-        asked, own = Write(begins, f"-{state.generation}", last), list[Answer]()
+        asked, own = Write(begins, f"-{state.generation}", last), list[ServerAnswer]()
         told = self._others.must(
             asked, lambda: own.append(write_shard(asked, 0, self._holding, names))
         )

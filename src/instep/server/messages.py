@@ -84,7 +84,7 @@ class End(msgspec.Struct, tag=True, array_like=True):
 Question = Stage | Pull | Prepare | Apply | Be | Give | Write | End
 
 
-class Answer(msgspec.Struct, array_like=True):
+class ServerAnswer(msgspec.Struct, array_like=True):
     """To any of them."""
 
     fine: bool = True

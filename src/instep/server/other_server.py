@@ -14,7 +14,7 @@ from instep.errors import PeerError
 from instep.server.connect import tell
 from instep.server.door import Door
 from instep.server.messages import Question
-from instep.server.server import Server
+from instep.server.server import TrainingServer
 from instep.server.shard_service import Further
 from instep.server.tensor_channel import LOOK_S
 from instep.worker.loop.after_commit import Step
@@ -25,8 +25,8 @@ FLUSH_S = 1.0
 _NOWHERE = -1, -1
 
 
-class Following(Server):
-    """One of the servers after the first; as `Server`."""
+class Following(TrainingServer):
+    """One of the servers after the first; as `TrainingServer`."""
 
     _door: Door | None = None
     _further: Further | None = None

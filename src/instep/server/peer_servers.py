@@ -13,7 +13,7 @@ from torch import Tensor
 
 from instep.errors import PeerError, WorkerError
 from instep.server.connect import AGAIN_S
-from instep.server.messages import Answer, Be, Question
+from instep.server.messages import Be, Question, ServerAnswer
 from instep.server.tensor_channel import Line
 
 
@@ -73,7 +73,7 @@ class Others:
         question: Question,
         meanwhile: Callable[[], object] = lambda: None,
         bodies: Sequence[Sequence[Tensor]] = (),
-    ) -> list[Answer]:
+    ) -> list[ServerAnswer]:
         """As `ask`, again until all have answered."""
         while (told := self.ask(question, meanwhile, bodies)) is None:
             self.meet()
@@ -84,7 +84,7 @@ class Others:
         question: Question,
         meanwhile: Callable[[], object] = lambda: None,
         bodies: Sequence[Sequence[Tensor]] = (),
-    ) -> list[Answer] | None:
+    ) -> list[ServerAnswer] | None:
         """Ask all of them; None if one is not there. It may have done what it was asked.
 
         Args:
@@ -92,7 +92,7 @@ class Others:
             meanwhile: called once all are asked.
             bodies: what those of the answers are written into.
         """
-        told = list[Answer | None]()
+        told = list[ServerAnswer | None]()
         try:
             asked = [self._ask(place, question) for place in range(self.count)]
             meanwhile()
@@ -114,11 +114,11 @@ class Others:
             return False
         return True
 
-    def _told(self, place: int, body: Sequence[Tensor]) -> Answer | None:
+    def _told(self, place: int, body: Sequence[Tensor]) -> ServerAnswer | None:
         line = self._lines[place]
         assert line is not None, "it was asked"
         try:
-            return line.receive(Answer, body, self._waits)
+            return line.receive(ServerAnswer, body, self._waits)
         except PeerError:
             self._drop(place)
             self._waits()  # raises again, where it was this that did

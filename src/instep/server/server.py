@@ -24,7 +24,7 @@ def place_of(member: Member) -> int:
     return member.number - member.job.workers
 
 
-class Server(Training):
+class TrainingServer(Training):
     """A server of a run.
 
     Args:

@@ -20,13 +20,13 @@ from instep.errors import CheckpointError
 from instep.records import Attempt
 from instep.server.door import Guest
 from instep.server.messages import (
-    Answer,
     Apply,
     Be,
     End,
     Give,
     Prepare,
     Pull,
+    ServerAnswer,
     Stage,
     Write,
 )
@@ -35,7 +35,7 @@ from instep.state.files.manifest import FileEntry
 from instep.state.files.room import LAST_RESERVE_BYTES, RESERVE_BYTES
 from instep.state.files.staging import write_tensors
 from instep.state.pieces import SHARD
-from instep.state.save import Shard
+from instep.state.save import CheckpointShard
 from instep.state.snapshot import Snapshot
 from instep.sync.norm import summed
 from instep.system.host_memory import NoRoom
@@ -93,7 +93,7 @@ class Further:
         self._guests[guest.worker] = guest
         if isinstance(question, Stage):
             self._staged[guest.worker] = question
-            guest.answer(Answer())
+            guest.answer(ServerAnswer())
         elif isinstance(question, Pull):
             self._waiting[guest] = question
         elif guest.worker != self._first:
@@ -101,13 +101,13 @@ class Further:
         elif isinstance(question, Give):
             given = self._holding.give(guest.worker, 0, self.at[1])
             self._holding.leave(guest.worker)
-            guest.answer(Answer(), given.flats)
+            guest.answer(ServerAnswer(), given.flats)
         else:
             guest.answer(self._answer(question))
         if self._met:
             for each, pull in self._waiting.items():
                 given = self._holding.give(each.worker, pull.token, self.at[1])
-                each.answer(Answer(since=given.since), given.flats)
+                each.answer(ServerAnswer(since=given.since), given.flats)
             self._waiting.clear()
 
     def _leave(self, guest: Guest) -> None:
@@ -116,7 +116,7 @@ class Further:
         self._waiting.pop(guest, None)
         self._holding.leave(guest.worker)
 
-    def _answer(self, question: Prepare | Apply | Be | Write | End) -> Answer:
+    def _answer(self, question: Prepare | Apply | Be | Write | End) -> ServerAnswer:
         match question:
             case Prepare():
                 return self._prepare(question)
@@ -128,22 +128,22 @@ class Further:
                 return write_shard(question, self._place, self._holding, self._names)
             case End():
                 self.ended = question
-                return Answer()
+                return ServerAnswer()
 
-    def _prepare(self, asked: Prepare) -> Answer:
+    def _prepare(self, asked: Prepare) -> ServerAnswer:
         staged = self._staged.get(asked.worker)
         gave = self._holding.gave(asked.worker, asked.token)
         if staged is None or staged.token != asked.token or not gave:
-            return Answer(fine=False)
+            return ServerAnswer(fine=False)
         del self._staged[asked.worker]
         gradients = self._guests[asked.worker].body.pieces
         squares = self._holding.receive(asked.worker, asked.version, staged.present, gradients)
-        return Answer(squares=summed(squares))
+        return ServerAnswer(squares=summed(squares))
 
-    def _apply(self, asked: Apply) -> Answer:
+    def _apply(self, asked: Apply) -> ServerAnswer:
         course, version = self.at
         if asked.version != version + 1:  # it was sent before the first server came back
-            return Answer(fine=False, keeps=self._copy.lasts)
+            return ServerAnswer(fine=False, keeps=self._copy.lasts)
         self._holding.take_options(asked.options)
         if asked.moves:
             self._holding.move(asked.version, asked.factor)
@@ -151,7 +151,7 @@ class Further:
         if not asked.keeps and self._copy.lasts:
             self._copy.drop()
         self.keep()
-        return Answer(keeps=self._copy.lasts)
+        return ServerAnswer(keeps=self._copy.lasts)
 
     def late(self, guest: Guest, question: Any) -> bool:
         """Whether a question is answered that comes after the end; in the guest's thread.
@@ -163,9 +163,9 @@ class Further:
             guest.close()
         elif isinstance(question, End):
             self.ended = question
-            guest.answer(Answer())
+            guest.answer(ServerAnswer())
         elif question == Be(*self.at):
-            guest.answer(Answer())
+            guest.answer(ServerAnswer())
         else:
             return False
         return True
@@ -190,11 +190,11 @@ class Further:
         except NoRoom:  # the first server says so
             self._copy.drop()
 
-    def _be(self, at: tuple[int, int]) -> Answer:
+    def _be(self, at: tuple[int, int]) -> ServerAnswer:
         held = next((each for each in self._copy.held() if each[:2] == at), None)
         if self.at != at:
             if held is None:
-                return Answer(fine=False)
+                return ServerAnswer(fine=False)
             self._holding.take(self._copy.back_to(held).tensors[HELD])
             self._holding.forget()
             self._staged.clear()
@@ -203,10 +203,10 @@ class Further:
             self.keep()
         self._holding.drop()
         self._met = True
-        return Answer()
+        return ServerAnswer()
 
 
-def write_shard(asked: Write, place: int, holding: Holding, names: Sequence[str]) -> Answer:
+def write_shard(asked: Write, place: int, holding: Holding, names: Sequence[str]) -> ServerAnswer:
     """Write the state of the optimizer for what a server holds, if there is any.
 
     Args:
@@ -223,11 +223,15 @@ def write_shard(asked: Write, place: int, holding: Holding, names: Sequence[str]
     except CheckpointError as error:
         cause = error.__cause__
         errno = cause.errno if isinstance(cause, OSError) else None
-        return Answer(fine=False, why=str(error), errno=errno or 0)
-    return Answer(size_bytes=entry.size_bytes, sha256=entry.sha256) if entry else Answer()
+        return ServerAnswer(fine=False, why=str(error), errno=errno or 0)
+    return (
+        ServerAnswer(size_bytes=entry.size_bytes, sha256=entry.sha256) if entry else ServerAnswer()
+    )
 
 
-def written_by(asked: Write, told: Sequence[Answer]) -> tuple[dict[str, Shard], int | None]:
+def written_by(
+    asked: Write, told: Sequence[ServerAnswer]
+) -> tuple[dict[str, CheckpointShard], int | None]:
     """The files of a checkpoint that servers have written; or which server could not.
 
     Args:
@@ -245,7 +249,9 @@ def written_by(asked: Write, told: Sequence[Answer]) -> tuple[dict[str, Shard], 
             path_of(asked, place).unlink(missing_ok=True)
         return {}, failed
     return {
-        f"{SHARD}{place}": Shard(path_of(asked, place), FileEntry(each.size_bytes, each.sha256))
+        f"{SHARD}{place}": CheckpointShard(
+            path_of(asked, place), FileEntry(each.size_bytes, each.sha256)
+        )
         for place, each in wrote.items()
     }, None
 

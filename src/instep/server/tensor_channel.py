@@ -91,7 +91,7 @@ class Grant(msgspec.Struct, array_like=True):
     """As `coded.Given.since`."""
 
 
-class Call(msgspec.Struct, array_like=True):
+class ChannelCall(msgspec.Struct, array_like=True):
     """The first message of a channel: who calls, and the proof that it is of this run."""
 
     secret: bytes
@@ -146,7 +146,7 @@ class Line:
                 deadline = time.monotonic() + PROOF_S
                 tls = encrypted(connection, credentials, deadline, server)
             line = cls(connection, tls, sums=sums)
-            line.send(Call(secret, worker), ())
+            line.send(ChannelCall(secret, worker), ())
         except (OSError, PeerError) as error:
             if connection is not None:
                 connection.close()

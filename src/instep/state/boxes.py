@@ -26,7 +26,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """[first, stop) of each dim, in elements; that of a tensor without dims is empty."""
 
 
-class Cut(NamedTuple):
+class BoxCut(NamedTuple):
     """A part of a tensor."""
 
     shape: tuple[int, ...]
@@ -35,9 +35,9 @@ class Cut(NamedTuple):
     """Which part."""
 
 
-def read_cut(shape: Sequence[int], box: Sequence[Sequence[int]]) -> Cut:
+def read_cut(shape: Sequence[int], box: Sequence[Sequence[int]]) -> BoxCut:
     """A cut that was JSON."""
-    return Cut(tuple(map(int, shape)), tuple((int(first), int(stop)) for first, stop in box))
+    return BoxCut(tuple(map(int, shape)), tuple((int(first), int(stop)) for first, stop in box))
 
 
 class MeshRank(NamedTuple):
@@ -58,7 +58,7 @@ class MeshRank(NamedTuple):
         return self.mesh.stages == 1
 
 
-def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:
+def cut_of(tensor: Tensor, name: str = "a tensor") -> BoxCut | None:
     """The part of a tensor that this rank has; None where it has the whole tensor as a plain one.
 
     Args:
@@ -74,7 +74,7 @@ def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     place = mesh.get_coordinate()
     if place is None:
-        return Cut(shape, tuple((0, 0) for _ in shape))
+        return BoxCut(shape, tuple((0, 0) for _ in shape))
     cut = _cut(shape, tuple(mesh.shape), tuple(place), tensor.placements, name)
     held = tuple(tensor._local_tensor.shape)
     if held != extent(cut.box) and not (math.prod(held) == elements(cut.box) == 0):
@@ -92,7 +92,7 @@ def _cut(
     place: tuple[int, ...],
     placements: tuple[Placement, ...],
     name: str,
-) -> Cut:
+) -> BoxCut:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -110,7 +110,7 @@ def _cut(
             f"{name} has the placements {list(placements)}: only what is split or replicated can "
             "be kept, and no sum that is still to be taken."
         )
-    return Cut(shape, tuple(box))
+    return BoxCut(shape, tuple(box))
 
 
 def box_of(tensor: Tensor, name: str = "a tensor") -> Box:

@@ -105,7 +105,7 @@ _RECENT = 8
 """The number of turns whose costs are remembered."""
 
 
-class Piece(NamedTuple):
+class MemoryPiece(NamedTuple):
     """A part of a tensor's memory."""
 
     name: str
@@ -134,9 +134,9 @@ class MemoryWatch:
         self._tensors = [(name, tensor) for name, tensor in named if _straight(tensor) is not None]
         self._share, self._clock = share, clock
         self._where: list[int] = []
-        self._pieces: list[Piece] = []
+        self._pieces: list[MemoryPiece] = []
         self._taken: list[Any] = []
-        self._window: list[Piece] = []
+        self._window: list[MemoryPiece] = []
         self._next, self._count, self._least = 0, 1 << 30, 1
         self._cost_s, self._since = 0.0, self._clock()
         self._costs_s, self._passed_s = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
@@ -184,7 +184,7 @@ class MemoryWatch:
             self._count = int(fitting)
 
 
-def _plain_sums(pieces: Sequence[Piece]) -> list[Any]:
+def _plain_sums(pieces: Sequence[MemoryPiece]) -> list[Any]:
     if pieces and isinstance(pieces[0].words, Tensor):
         sums: list[Any] = torch.stack([piece.words.sum() for piece in pieces]).tolist()
         return sums
@@ -201,7 +201,7 @@ def _straight(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def _cut(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[Piece]:
+def _cut(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[MemoryPiece]:
     for name, tensor in tensors:
         straight = _straight(tensor)
         assert straight is not None, name
@@ -209,4 +209,4 @@ def _cut(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[Piece]:
         even = len(flat) // 8 * 8
         parts = list(flat[:even].view(torch.int64).split(_PIECE)) if even else []
         parts += [flat[even:]] if even < len(flat) else []
-        yield from (Piece(name, p.numpy() if p.device.type == "cpu" else p) for p in parts)
+        yield from (MemoryPiece(name, p.numpy() if p.device.type == "cpu" else p) for p in parts)

@@ -13,7 +13,7 @@ from pathlib import Path
 from instep.errors import CheckpointError
 from instep.state.files.manifest import (
     DELETING,
-    Manifest,
+    CheckpointManifest,
     check_file,
     published,
     read_manifest,
@@ -21,7 +21,7 @@ from instep.state.files.manifest import (
 )
 
 
-def check(checkpoint: Path) -> Manifest:
+def check(checkpoint: Path) -> CheckpointManifest:
     """Compare every byte of a checkpoint with its sealed manifest.
 
     Returns:
@@ -40,7 +40,7 @@ def check(checkpoint: Path) -> Manifest:
 
 
 def newest_intact(
-    folder: Path, accept: Callable[[Path, Manifest], None] = lambda *_: None
+    folder: Path, accept: Callable[[Path, CheckpointManifest], None] = lambda *_: None
 ) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in `folder` of which every byte is right.
 

@@ -19,7 +19,7 @@ from instep.comm.base import Comm
 from instep.state.boxes import read_cut
 from instep.state.open_pieces import open_pieces
 from instep.state.packing import pack_state, unpack_state
-from instep.state.pieces import Piece, Pieces
+from instep.state.pieces import Pieces, TensorPiece
 from instep.state.snapshot import DTYPES, TYPES, Snapshot, raw_bytes
 
 _OPTIONS = "lent options"
@@ -91,11 +91,13 @@ def borrowed(description: Snapshot, comm: Comm, root: int, device: torch.device)
 
         return fetch
 
-    fetches, found = dict[int, Callable[[Part], Tensor]](), dict[str, list[Piece]]()
+    fetches, found = dict[int, Callable[[Part], Tensor]](), dict[str, list[TensorPiece]]()
     for name, kind, shape, box, flat, source in description.facts["pieces"]:
         fetch = fetches.setdefault(source, piece(TYPES[kind], source))
         ends = None if flat is None else (flat[0], flat[1])
-        found.setdefault(name, []).append(Piece(read_cut(shape, box), TYPES[kind], fetch, ends))
+        found.setdefault(name, []).append(
+            TensorPiece(read_cut(shape, box), TYPES[kind], fetch, ends)
+        )
     small = dict(description.tensors)
     numbers, options = unpack_state(small.pop(_OPTIONS, {}), description.facts[_OPTIONS])
     pieces = Pieces(found, "the checkpoint of the run", numbers=numbers, options=options)

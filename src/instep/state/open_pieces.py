@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from instep.errors import CheckpointError
-from instep.state.boxes import Cut, extent, read_cut, whole
+from instep.state.boxes import BoxCut, extent, read_cut, whole
 from instep.state.files.manifest import SUFFIX, FileEntry, check_file, read_manifest
 from instep.state.files.model_file import open_tensors
 from instep.state.packing import unpack_state
-from instep.state.pieces import CUTS, ROWS, SHARD, TABLE, Piece, Pieces, of_optimizer
+from instep.state.pieces import CUTS, ROWS, SHARD, TABLE, Pieces, TensorPiece, of_optimizer
 from instep.state.snapshot import PART, TYPES, Snapshot
 
 
@@ -38,11 +38,12 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
         raise CheckpointError(f"{path} is no checkpoint: there is no such folder.")
     manifest = read_manifest(path)
     files = {
-        name.removesuffix(SUFFIX): _File(path / name, each) for name, each in manifest.files.items()
+        name.removesuffix(SUFFIX): _CheckpointFile(path / name, each)
+        for name, each in manifest.files.items()
     }
-    found: defaultdict[str, list[Piece]] = defaultdict(list)
+    found: defaultdict[str, list[TensorPiece]] = defaultdict(list)
     tensors: dict[str, dict[str, Tensor]] = {}
-    servers = list[_File]()
+    servers = list[_CheckpointFile]()
     for group, file in files.items():
         if group.startswith(f"{PART}-"):
             for name, piece in file.pieces():
@@ -62,13 +63,13 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
     for group, skeleton in manifest.facts.items():
         if of_optimizer(group):
             names = manifest.facts.get(f"parameters{group.removeprefix('optimizer')}")
-            kept = _Kept(files[group]) if group in files else {}
+            kept = _OptimizerTensors(files[group]) if group in files else {}
             state = unpack_state(kept, skeleton)
             others = {n: each for n, each in state.get("state", {}).items() if isinstance(n, str)}
             options[group] = {**state, "state": others}  # what it keeps for no parameter
             named = names or order.get(group)
             for name, value in _states(group, state, named, path):
-                if isinstance(value, Piece):
+                if isinstance(value, TensorPiece):
                     found[name].append(value)
                 else:
                     numbers[name] = value
@@ -101,8 +102,8 @@ def _states(
 
 
 def _flat(
-    servers: Sequence[_File], found: Mapping[str, Sequence[Piece]]
-) -> Iterable[tuple[str, Piece]]:
+    servers: Sequence[_CheckpointFile], found: Mapping[str, Sequence[TensorPiece]]
+) -> Iterable[tuple[str, TensorPiece]]:
     for file in servers:
         for key, piece in file.pieces():
             parameter, kept, place = key.rsplit("/", 2)
@@ -112,13 +113,13 @@ def _flat(
                     yield name, piece
                 continue
             like = found.get(f"model/{parameter}", [piece])[0].cut.shape
-            yield name, piece._replace(cut=Cut(like, whole(like)), flat=(start, stop))
+            yield name, piece._replace(cut=BoxCut(like, whole(like)), flat=(start, stop))
 
 
-class _Kept(Mapping[str, Any]):
+class _OptimizerTensors(Mapping[str, Any]):
     """The tensors of a packed optimizer: pieces of its state, and the values of the rest."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _CheckpointFile) -> None:
         self._file = file
         self._pieces = dict(file.pieces())
 
@@ -133,7 +134,7 @@ class _Kept(Mapping[str, Any]):
         return len(self._pieces)
 
 
-class _File:
+class _CheckpointFile:
     """One file of a checkpoint, whose data are checked before they are used.
 
     A tensor is mapped into memory only while it is read, so that no limit on memory counts more.
@@ -150,29 +151,29 @@ class _File:
         if path.stat().st_size != entry.size_bytes:
             check_file(path, entry)  # says how it differs
 
-    def pieces(self) -> list[tuple[str, Piece]]:
+    def pieces(self) -> list[tuple[str, TensorPiece]]:
         """Each name with its piece; tied names have the same `fetch`."""
         facts = self._facts
         try:
             cuts = {name: read_cut(*row) for name, row in json.loads(facts.get(CUTS, "{}")).items()}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self._path} is damaged: its cuts are {error}.") from error
-        own, rows = dict[str, Piece](), self.rows()
+        own, rows = dict[str, TensorPiece](), self.rows()
         for name, (dtype, shape, *_) in self._entries.items():
             if name in rows:
                 count, *every = rows[name]
-                cut = Cut((count, *shape[1:]), whole((count, *shape[1:])))
-                own[name] = Piece(
+                cut = BoxCut((count, *shape[1:]), whole((count, *shape[1:])))
+                own[name] = TensorPiece(
                     cut, TYPES[dtype], self._fetcher(name), every=(every[0], every[1])
                 )
                 continue
-            cut = cuts.get(name, Cut(shape, whole(shape)))
+            cut = cuts.get(name, BoxCut(shape, whole(shape)))
             if extent(cut.box) != shape or len(cut.box) != len(cut.shape):
                 raise CheckpointError(
                     f"{self._path} is damaged: {name} has the shape {list(shape)} and is "
                     f"said to be {list(cut.box)} of {list(cut.shape)}."
                 )
-            own[name] = Piece(cut, TYPES[dtype], self._fetcher(name))
+            own[name] = TensorPiece(cut, TYPES[dtype], self._fetcher(name))
         tied = {
             a: own[k]
             for a, k in facts.items()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import CheckpointError
-from instep.state.boxes import Box, Cut, elements, extent, gap, inside, meet, whole
+from instep.state.boxes import Box, BoxCut, elements, extent, gap, inside, meet, whole
 from instep.state.packing import unpack_state
 from instep.state.snapshot import COPIES, PART, Snapshot, tied_names
 
@@ -36,10 +36,10 @@ ROWS = "rows"
 """Entry of such a file's metadata: JSON, name to [rows of the whole, first, step]."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A part of a tensor, and where its values are."""
 
-    cut: Cut
+    cut: BoxCut
     dtype: torch.dtype
     fetch: Callable[[tuple[slice, ...] | None], Tensor]
     """Gives the values, or some of them; they may change with the source."""
@@ -65,7 +65,7 @@ class Pieces:
 
     def __init__(
         self,
-        found: Mapping[str, Sequence[Piece]],
+        found: Mapping[str, Sequence[TensorPiece]],
         source: object,
         *,
         numbers: Mapping[str, Any] | None = None,
@@ -77,7 +77,7 @@ class Pieces:
         for name, pieces in self._found.items():
             self._check(name, pieces)
 
-    def _check(self, name: str, pieces: Sequence[Piece]) -> None:
+    def _check(self, name: str, pieces: Sequence[TensorPiece]) -> None:
         first = pieces[0]
         for piece in pieces:
             if piece.cut.shape != first.cut.shape or piece.dtype != first.dtype:
@@ -112,7 +112,7 @@ class Pieces:
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
 
-    def all(self) -> Iterator[tuple[str, Piece]]:
+    def all(self) -> Iterator[tuple[str, TensorPiece]]:
         """Every piece, with the name of its tensor."""
         return ((name, piece) for name, pieces in self._found.items() for piece in pieces)
 
@@ -173,7 +173,7 @@ class Pieces:
         return out
 
 
-def _copy_rows(piece: Piece, out: Tensor, box: Box) -> None:
+def _copy_rows(piece: TensorPiece, out: Tensor, box: Box) -> None:
     """Copy those rows of a box that are in a piece."""
     assert piece.every is not None
     (first, step), ((start, stop), *_) = piece.every, box
@@ -185,15 +185,15 @@ def _copy_rows(piece: Piece, out: Tensor, box: Box) -> None:
 
 def held_pieces(snapshot: Snapshot, source: object) -> Pieces:
     """The parts that one rank has, as its snapshot holds them in memory."""
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[TensorPiece]] = {}
     for group in (PART, COPIES):
         tensors = snapshot.tensors.get(group, {})
         tied = tied_names(tensors)
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            cut = snapshot.cuts.get(name, Cut(shape, whole(shape)))
+            cut = snapshot.cuts.get(name, BoxCut(shape, whole(shape)))
             first = found[tied[name]][0] if name in tied else None
-            found[name] = [first or Piece(cut, tensor.dtype, _slicer(tensor))]
+            found[name] = [first or TensorPiece(cut, tensor.dtype, _slicer(tensor))]
     options = {
         group: unpack_state(snapshot.tensors.get(group, {}), skeleton)
         for group, skeleton in snapshot.facts.items()

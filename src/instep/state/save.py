@@ -55,7 +55,7 @@ class Saved(NamedTuple):
     """From the call of `save` until it was published."""
 
 
-class Shard(NamedTuple):
+class CheckpointShard(NamedTuple):
     """One file of a checkpoint, which another process has written."""
 
     path: Path
@@ -130,7 +130,7 @@ class CheckpointWriter:
         snapshot: Snapshot,
         *,
         since: float | None = None,
-        shards: Mapping[str, Shard] = MappingProxyType({}),
+        shards: Mapping[str, CheckpointShard] = MappingProxyType({}),
         reserve: int = RESERVE_BYTES,
     ) -> float:
         """Copy the state now, write it later; waits first for the previous save.
@@ -197,7 +197,7 @@ class CheckpointWriter:
         if writing is not None:
             writing.result()
 
-    def _delete_others(self, shards: Mapping[str, Shard]) -> None:
+    def _delete_others(self, shards: Mapping[str, CheckpointShard]) -> None:
         """Delete files that were written for a checkpoint which never came to be."""
         kept = {shard.path for shard in shards.values()}
         for path in self._folder.glob(f"{SAVING}*"):
@@ -225,7 +225,7 @@ class CheckpointWriter:
             self._staged[name] = staged
 
     def _write(
-        self, step: int, facts: dict[str, Any], begin: float, shards: Mapping[str, Shard]
+        self, step: int, facts: dict[str, Any], begin: float, shards: Mapping[str, CheckpointShard]
     ) -> None:
         """Runs in the background thread: one checkpoint, one outcome."""
         final = self._folder / page.folder_name(step)
@@ -290,7 +290,7 @@ class CheckpointWriter:
                 delete(path)
 
     def _write_files(
-        self, beside: Path, step: int, facts: dict[str, Any], shards: Mapping[str, Shard]
+        self, beside: Path, step: int, facts: dict[str, Any], shards: Mapping[str, CheckpointShard]
     ) -> int:
         """Fill the folder `beside` and sync it; returns its size in bytes."""
         try:
@@ -305,7 +305,7 @@ class CheckpointWriter:
         return size
 
     def _fill(
-        self, beside: Path, step: int, facts: dict[str, Any], shards: Mapping[str, Shard]
+        self, beside: Path, step: int, facts: dict[str, Any], shards: Mapping[str, CheckpointShard]
     ) -> int:
         size = sum(staged.size_bytes for staged in self._staged.values())
         check_room(beside, size, self._reserve)
@@ -318,7 +318,7 @@ class CheckpointWriter:
             shard.path.rename(beside / name)
             files[name] = shard.entry
         text = page.encode(
-            page.Manifest(
+            page.CheckpointManifest(
                 step=step,
                 instep=INSTEP,
                 torch=str(torch.__version__),

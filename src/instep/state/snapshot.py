@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from instep.comm.dtensors import is_split
 from instep.errors import CheckpointError
-from instep.state.boxes import Cut, local
+from instep.state.boxes import BoxCut, local
 
 DTYPES = {
     torch.float64: "F64",
@@ -72,7 +72,7 @@ class Snapshot:
     facts: dict[str, Any]
     """Everything else, plain JSON: data position, skeletons of packed states, versions."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, BoxCut] = field(default_factory=dict)
     """Of the tensors in the groups `PART` and `COPIES`, which part they are; others are whole."""
 
     pieces: Any = None

@@ -22,7 +22,7 @@ from instep.store.predictions import SHARDS, Damaged, Part, Predictions
 from instep.words import plural
 
 
-class Kind(NamedTuple):
+class NumberType(NamedTuple):
     """A number type."""
 
     name: str
@@ -33,16 +33,16 @@ class Kind(NamedTuple):
 
 
 TYPES = {
-    "F64": Kind("float64", "<f8", 8),
-    "F32": Kind("float32", "<f4", 4),
-    "F16": Kind("float16", "<f2", 2),
-    "BF16": Kind("bfloat16", "", 2),
-    "I64": Kind("int64", "<i8", 8),
-    "I32": Kind("int32", "<i4", 4),
-    "I16": Kind("int16", "<i2", 2),
-    "I8": Kind("int8", "|i1", 1),
-    "U8": Kind("uint8", "|u1", 1),
-    "BOOL": Kind("bool", "|b1", 1),
+    "F64": NumberType("float64", "<f8", 8),
+    "F32": NumberType("float32", "<f4", 4),
+    "F16": NumberType("float16", "<f2", 2),
+    "BF16": NumberType("bfloat16", "", 2),
+    "I64": NumberType("int64", "<i8", 8),
+    "I32": NumberType("int32", "<i4", 4),
+    "I16": NumberType("int16", "<i2", 2),
+    "I8": NumberType("int8", "|i1", 1),
+    "U8": NumberType("uint8", "|u1", 1),
+    "BOOL": NumberType("bool", "|b1", 1),
 }
 """The number types that can be written, by safetensors' names."""
 

@@ -29,7 +29,7 @@ from instep.records import Law
 from instep.sync import ballots
 from instep.sync.base import Price, Result
 from instep.sync.generation import Generation
-from instep.sync.rounds.carried import SUM, Move, Piece, moves_to
+from instep.sync.rounds.carried import SUM, CarriedPiece, Move, moves_to
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.sparse_rows import SparseRows, with_rows
 
@@ -158,14 +158,14 @@ class SignVote(Carrying):
         return notes
 
     def _collect(
-        self, gives: Sequence[Mapping[int, int]], holds: Sequence[Sequence[Piece]]
+        self, gives: Sequence[Mapping[int, int]], holds: Sequence[Sequence[CarriedPiece]]
     ) -> dict[int, Tensor]:
         """What this rank's voters remember, from whoever has it; nothing of those that remember
         nothing."""
         found, moves, made = dict[int, Tensor](), list[Move](), self.carried.made
         for rank, voters in enumerate(gives):
             for of in voters:
-                want = Piece(of, 0, self._length, made.get(of, 0))
+                want = CarriedPiece(of, 0, self._length, made.get(of, 0))
                 found_at = list(moves_to(rank, want, holds)) if want.commit else []
                 moves += found_at
                 if found_at and rank == self._comm.rank:
@@ -219,7 +219,7 @@ class SignVote(Carrying):
     def _stage(self, voters: set[int]) -> None:
         """Write down what this rank's voters remember from this commit on."""
         number = self._attempt.number
-        pieces = [Piece(of, 0, self._length, number) for of in sorted(self._given)]
+        pieces = [CarriedPiece(of, 0, self._length, number) for of in sorted(self._given)]
         made = dict.fromkeys((*voters, SUM), number)
         staged = self.carried.stage(self._attempt, pieces, made, {})
         for piece in pieces:
@@ -323,7 +323,7 @@ class SignVote(Carrying):
         """What the voters that are here remember; zero for those of others."""
         state, held, made = dict[str, Tensor](), self.carried.held, self.carried.made
         for of in self._voters:
-            flat = held.get(Piece(of, 0, self._length, made[of]))
+            flat = held.get(CarriedPiece(of, 0, self._length, made[of]))
             for slot, (parameter, place) in enumerate(
                 zip(self._parameters, self._places, strict=True)
             ):
@@ -332,11 +332,11 @@ class SignVote(Carrying):
                 state[f"{_KIND}{of}/{slot}"] = part
         return state
 
-    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
-        held = dict[Piece, Tensor]()
+    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[CarriedPiece, Tensor]:
+        held = dict[CarriedPiece, Tensor]()
         for name, tensor in state.items():
             voter, slot = name.removeprefix(_KIND).split("/")
-            piece = Piece(int(voter), 0, self._length, self.carried.made.get(int(voter), 0))
+            piece = CarriedPiece(int(voter), 0, self._length, self.carried.made.get(int(voter), 0))
             if piece not in held:
                 held[piece] = torch.zeros(self._length, dtype=torch.float32, device=self._device)
             held[piece][self._places[int(slot)]] = tensor.flatten().to(self._device)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from instep.usercode.held import Items, has_numbers
-from instep.usercode.kinds import OTHER, Kind, copy_of, kind_of
+from instep.usercode.kinds import OTHER, KeptKind, copy_of, kind_of
 from instep.usercode.numbers import numbers_in, numeric, sample_of
-from instep.usercode.places import CACHE, Place, modules_of_the_user, places, returned
+from instep.usercode.places import CACHE, KeptPlace, modules_of_the_user, places, returned
 from instep.usercode.unread import unread
 
 _MEMORIES = 8
@@ -28,13 +28,13 @@ _MEMORIES = 8
 
 
 class _Kept(NamedTuple):
-    place: Place
+    place: KeptPlace
     value: Any
-    kind: Kind
+    kind: KeptKind
     noted: Any
 
     @classmethod
-    def of(cls, place: Place, value: Any) -> _Kept:
+    def of(cls, place: KeptPlace, value: Any) -> _Kept:
         try:
             kind = kind_of(value)
             return cls(place, value, kind, kind.note(value))

@@ -59,7 +59,7 @@ _ELEMENTS = 1_000_000
 """Of a table that is looked at, at most: a memory, not a data set."""
 
 
-class Kind(NamedTuple):
+class KeptKind(NamedTuple):
     """Operations on values of one kind."""
 
     of: Callable[[Any], bool]
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
     """Give a value what is noted; returns it, or what stands for it."""
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any) -> KeptKind:
     """Find the kind of a value; `OTHER` if nothing of it counts."""
     return next((kind for kind in _KINDS if kind.of(value)), OTHER)
 
@@ -237,68 +237,68 @@ def _is(*types: Any) -> Callable[[Any], bool]:
     return lambda value: issubclass(type(value), types)
 
 
-OTHER = Kind(lambda value: True, lambda value: None, lambda now, noted: True, _as_it_is)
+OTHER = KeptKind(lambda value: True, lambda value: None, lambda now, noted: True, _as_it_is)
 
 _KINDS = (
-    Kind(is_number, lambda value: value, alike, lambda value, noted: noted),
-    Kind(
+    KeptKind(is_number, lambda value: value, alike, lambda value, noted: noted),
+    KeptKind(
         holds,
         lambda held: Items.of(held) if len(held) <= LONG else (),
         held_counts,
         put_into,
     ),
-    Kind(
+    KeptKind(
         _is(tuple),
         lambda value: value if len(value) <= MANY else (),
         tuple_counts,
         lambda value, kept: value,
     ),
-    Kind(is_small_tensor, lambda value: value.detach().clone(), alike, _put_into_tensor),
-    Kind(is_large_tensor, _Written.of, lambda now, kept: kept.same(now), _as_it_is),
-    Kind(is_small_array, copy.copy, alike, _put_into_array),
-    Kind(is_large_array, sum_of_bytes, lambda now, kept: sum_of_bytes(now) == kept, _as_it_is),
-    Kind(
+    KeptKind(is_small_tensor, lambda value: value.detach().clone(), alike, _put_into_tensor),
+    KeptKind(is_large_tensor, _Written.of, lambda now, kept: kept.same(now), _as_it_is),
+    KeptKind(is_small_array, copy.copy, alike, _put_into_array),
+    KeptKind(is_large_array, sum_of_bytes, lambda now, kept: sum_of_bytes(now) == kept, _as_it_is),
+    KeptKind(
         _is(*_COPIED),
         copy.copy,
         lambda now, kept: reached(now) == reached(kept),
         _put_iterator_back,
     ),
-    Kind(is_stepwise, reached, lambda now, kept: reached(now) == kept, _as_it_is),
-    Kind(
+    KeptKind(is_stepwise, reached, lambda now, kept: reached(now) == kept, _as_it_is),
+    KeptKind(
         _is(random.Random, torch.Generator, np.random.Generator, np.random.RandomState),
         _state_of,
         lambda now, kept: repr(_state_of(now)) == repr(kept),
         _set_state,
     ),
-    Kind(
+    KeptKind(
         _is(Synchronized, ctypes._SimpleCData),
         lambda box: box.value,
         lambda now, kept: alike(now.value, kept),
         _set_value,
     ),
-    Kind(
+    KeptKind(
         _is(ContextVar),
         lambda variable: variable.get(None),
         lambda now, kept: alike(now.get(None), kept),
         _set_variable,
     ),
-    Kind(
+    KeptKind(
         _is(type(lru_cache(lambda: None))),
         lambda function: function.cache_info().currsize,
         lambda now, kept: True,
         _empty_again,
     ),
-    Kind(
+    KeptKind(
         _is_table,
         _Table.of,
         lambda now, kept: kept.digest_of(now) == kept.digest,
         lambda value, kept: kept.put_into(value),
     ),
-    Kind(
+    KeptKind(
         _is_estimator,
         _Fitted.of,
         lambda now, kept: digest_of(now, {}) == kept.digest,
         lambda value, kept: kept.put_into(value),
     ),
-    Kind(is_object, OfObject.of, lambda now, kept: kept.same(now), _as_it_is),
+    KeptKind(is_object, OfObject.of, lambda now, kept: kept.same(now), _as_it_is),
 )

@@ -46,7 +46,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dty
 """Types in which nothing is looked for."""
 
 
-class Place(NamedTuple):
+class KeptPlace(NamedTuple):
     """Where something is kept, and its name for a person."""
 
     holder: Any
@@ -104,7 +104,7 @@ def kept_by(keepers: Iterable[Any]) -> Iterator[Any]:
         yield place.get()
 
 
-def places(keepers: Iterable[Any], but: Iterable[Any] = ()) -> Iterator[Place]:
+def places(keepers: Iterable[Any], but: Iterable[Any] = ()) -> Iterator[KeptPlace]:
     """Find what keepers keep: functions, modules, and anything else of the user's.
 
     Args:
@@ -129,17 +129,17 @@ def places(keepers: Iterable[Any], but: Iterable[Any] = ()) -> Iterator[Place]:
         waiting += [(each, depth + 1, name) for each in _referred_to(keeper)]
 
 
-def _kept_in(keeper: Any, name: str) -> Iterator[Place]:
+def _kept_in(keeper: Any, name: str) -> Iterator[KeptPlace]:
     """Find what a keeper, which is called `name`, has itself."""
     kind = type(keeper)
     if issubclass(kind, nn.Module):
         for prefix, module in keeper.named_modules():
             yield from _of_module(module, f"{prefix}." if prefix else "")
     elif issubclass(kind, torch.Tensor):
-        yield from (Place(own_of(keeper), key, f"{name}.{key}") for key in own_of(keeper))
+        yield from (KeptPlace(own_of(keeper), key, f"{name}.{key}") for key in own_of(keeper))
     elif kind is partial:
         given = dict(enumerate(keeper.args)) | keeper.keywords
-        yield from (Place(given, key, f"partial.{key}") for key in given)
+        yield from (KeptPlace(given, key, f"partial.{key}") for key in given)
     elif kind is FunctionType or issubclass(kind, type):
         if not _of_a_library(keeper):
             yield from _of_function(keeper) if kind is FunctionType else _of_class(keeper)
@@ -149,7 +149,7 @@ def _kept_in(keeper: Any, name: str) -> Iterator[Place]:
         if kind in _NAMESPACES or is_of_user(kind):
             yield from _attributes(keeper, f"{kind.__name__}.")
             if (own := own_of(keeper)) or kind.__dictoffset__:
-                yield Place({"": own}, "", kind.__name__)
+                yield KeptPlace({"": own}, "", kind.__name__)
 
 
 def _referred_to(keeper: Any) -> Iterator[Any]:
@@ -175,7 +175,7 @@ def returned(function: Any) -> Iterator[Any]:
         yield from held.values() if type(held) is dict else (held,)
 
 
-def _items(keeper: Any, name: str) -> Iterator[Place]:
+def _items(keeper: Any, name: str) -> Iterator[KeptPlace]:
     """Items of a short list, dict, tuple or set that may keep something."""
     of_dict, own = issubclass(type(keeper), dict), issubclass(type(keeper), (dict, list))
     pairs = list[tuple[Any, Any]]()
@@ -184,17 +184,17 @@ def _items(keeper: Any, name: str) -> Iterator[Place]:
             pairs = list(dict.items(keeper) if of_dict else enumerate(keeper))
     for key, item in pairs:
         if type(item) not in _PLAIN:
-            yield Place(keeper if own else {key: item}, key, name + _index(key), True)
+            yield KeptPlace(keeper if own else {key: item}, key, name + _index(key), True)
 
 
 def _index(key: Any) -> str:
     return f"[{key!r}]" if isinstance(key, (int, str)) else "[...]"
 
 
-def _of_module(module: nn.Module, path: str) -> Iterator[Place]:
+def _of_module(module: nn.Module, path: str) -> Iterator[KeptPlace]:
     yield from _attributes(module, path)
     for own in (module._parameters, module._buffers):
-        yield from (Place(own, key, path + key) for key in own)
+        yield from (KeptPlace(own, key, path + key) for key in own)
 
 
 def _within(keeper: Any) -> Iterator[Any]:
@@ -206,7 +206,7 @@ def _within(keeper: Any) -> Iterator[Any]:
         yield keeper.func if isinstance(keeper, (partial, partialmethod)) else keeper.__func__
 
 
-def _attributes(keeper: Any, path: str) -> Iterator[Place]:
+def _attributes(keeper: Any, path: str) -> Iterator[KeptPlace]:
     """Attributes: all of a user's object; of a library's, numbers and what is not its affair."""
     private, own = is_of_user(type(keeper)), own_of(keeper)
     of_torch = _OF_TORCH if isinstance(keeper, nn.Module) else ()
@@ -214,9 +214,9 @@ def _attributes(keeper: Any, path: str) -> Iterator[Place]:
         if type(key) is not str or (key[:1] == "_" and key in of_torch):
             continue
         if key[:1] != "_" or private or type(value) in (int, float):
-            yield Place(own, key, path + key)
+            yield KeptPlace(own, key, path + key)
     if private:
-        yield from (Place(keeper, name, path + name) for name in _slots(type(keeper)))
+        yield from (KeptPlace(keeper, name, path + name) for name in _slots(type(keeper)))
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -227,14 +227,14 @@ def _slots(kind: type) -> Iterator[str]:
                 yield name
 
 
-def _of_function(function: FunctionType) -> Iterator[Place]:
+def _of_function(function: FunctionType) -> Iterator[KeptPlace]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    yield from (Place(cell, "", name) for name, cell in cells if is_filled(cell))
+    yield from (KeptPlace(cell, "", name) for name, cell in cells if is_filled(cell))
     space, names = function.__globals__, names_in(function.__code__)
     read = {name: space[name] for name in sorted(names & space.keys())}
-    yield from (Place(space, name, name) for name in read)
+    yield from (KeptPlace(space, name, name) for name in read)
     set_later = operands(function.__code__, "STORE_GLOBAL") - read.keys()
-    yield from (Place(space, name, name) for name in sorted(set_later))
+    yield from (KeptPlace(space, name, name) for name in sorted(set_later))
     modules_in = operands(function.__code__, "IMPORT_NAME")
     imported = {name: sys.modules.get(name) for name in sorted(modules_in)}
     modules = deque((read | imported).items())
@@ -242,12 +242,12 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
         name, module = modules.popleft()
         if type(module) is ModuleType and not _in_a_library(vars(module).get("__name__")):
             for key in sorted(names & vars(module).keys()):
-                yield Place(vars(module), key, f"{name}.{key}")
+                yield KeptPlace(vars(module), key, f"{name}.{key}")
                 if f"{module.__name__}.{key}" in sys.modules:  # of a package
                     modules.append((f"{name}.{key}", vars(module)[key]))
     of = f"{function.__name__}."
-    yield from (Place(function.__dict__, name, of + name) for name in function.__dict__)
-    yield Place({"": function.__dict__}, "", function.__name__)
+    yield from (KeptPlace(function.__dict__, name, of + name) for name in function.__dict__)
+    yield KeptPlace({"": function.__dict__}, "", function.__name__)
     defaults: dict[Any, Any] = dict(enumerate(function.__defaults__ or ()))
     defaults |= function.__kwdefaults__ or {}
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -255,16 +255,16 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     for key, value in defaults.items():
         if type(value) not in _PLAIN:  # only what can be changed there
             name = arguments[first + key] if isinstance(key, int) else key
-            yield Place(defaults, key, of + name)
+            yield KeptPlace(defaults, key, of + name)
 
 
-def _of_class(kind: type) -> Iterator[Place]:
+def _of_class(kind: type) -> Iterator[KeptPlace]:
     """The attributes of a user's class and of the user's classes that it inherits from."""
     for each in kind.__mro__:
         if is_of_user(each):
             for key, value in vars(each).items():
                 if key[:2] != "__" or type(value) is FunctionType:
-                    yield Place(each, key, f"{each.__name__}.{key}")
+                    yield KeptPlace(each, key, f"{each.__name__}.{key}")
 
 
 def own_of(keeper: Any) -> dict[Any, Any]:

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from instep.client.predict.batches import IN_HAND, MOST_KILLED, MOST_OWN, START, Batches
+from instep.client.predict.batches import IN_HAND, MOST_KILLED, MOST_OWN, START, PredictBatches
 from instep.comm.protocol.messages import Whereabouts
 
 
 def batches(samples=101, size=8, done=(), skip=False):
-    made = Batches(done, size, skip=skip)
+    made = PredictBatches(done, size, skip=skip)
     made.count(samples)
     return made
 

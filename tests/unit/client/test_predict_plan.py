@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 
 from instep.cli import main
 from instep.client.job_checks import check_job
-from instep.client.predict.plan import Source, source_of
+from instep.client.predict.plan import PredictSource, source_of
 from instep.errors import SpecError
 from instep.job.file import build
 
 
-def of_file(folder: Path, *overrides: str, workers: int | None = None) -> Source:
+def of_file(folder: Path, *overrides: str, workers: int | None = None) -> PredictSource:
     file = folder / "net.safetensors"
     save_file({"weight": torch.zeros(2)}, file)
     return source_of(file, "net.py:recipe", overrides, workers)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from instep.client.predict.batches import START, Batches
+from instep.client.predict.batches import START, PredictBatches
 from instep.client.predict.pace import FIRST_S, Pace
-from instep.client.predict.replicas import Process, Replica
+from instep.client.predict.replicas import PredictProcess, PredictReplica
 from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import READING
 from instep.job.mesh import MeshSpec
@@ -20,11 +20,11 @@ from instep.system.processes import Watched
 
 
 @pytest.fixture
-def made() -> Iterator[Replica]:
+def made() -> Iterator[PredictReplica]:
     """The second replica of three processes, all of them there and ready."""
-    made = Replica(1, MeshSpec(shard=3))
+    made = PredictReplica(1, MeshSpec(shard=3))
     for own in made.numbers:
-        made.processes[own] = Process(
+        made.processes[own] = PredictProcess(
             own,
             Peer(socket.socket(), 1),
             Watched(os.getpid()),
@@ -40,7 +40,7 @@ def made() -> Iterator[Replica]:
         process.system.close()
 
 
-def test_it_is_ready_with_all_of_its_processes(made: Replica):
+def test_it_is_ready_with_all_of_its_processes(made: PredictReplica):
     assert made.ready
     assert made.marks == 3
     made.processes[4].killed = "it hung"
@@ -49,7 +49,7 @@ def test_it_is_ready_with_all_of_its_processes(made: Replica):
     assert not made.ready
 
 
-def test_a_turn_is_there_until_all_of_its_batches_have_a_part(made: Replica):
+def test_a_turn_is_there_until_all_of_its_batches_have_a_part(made: PredictReplica):
     made.give([[0, 1, 2], [3, 4]])
     for batch in (1, 2, 3):
         made.finish(batch)
@@ -60,7 +60,7 @@ def test_a_turn_is_there_until_all_of_its_batches_have_a_part(made: Replica):
     assert not made.turns
 
 
-def test_a_process_is_at_the_batch_at_its_place(made: Replica):
+def test_a_process_is_at_the_batch_at_its_place(made: PredictReplica):
     first, second, third = made.processes.values()
     assert made.batch_of(first) == START
     made.give([[5, 6, 7], [8, 9]])
@@ -74,7 +74,7 @@ def test_a_process_is_at_the_batch_at_its_place(made: Replica):
     assert made.batch_of(third) == START
 
 
-def test_all_wait_for_one_that_reads_and_for_none_that_has_nothing_to_do(made: Replica):
+def test_all_wait_for_one_that_reads_and_for_none_that_has_nothing_to_do(made: PredictReplica):
     first, second, third = made.processes.values()
     assert made.slowest() is None
     made.give([[0, 1, 2]])
@@ -89,7 +89,7 @@ def test_all_wait_for_one_that_reads_and_for_none_that_has_nothing_to_do(made: R
 
 @pytest.mark.parametrize(("reads", "waits_for"), [(True, 4), (False, None)])
 def test_one_that_builds_may_take_any_time_but_not_a_read(
-    made: Replica, reads: bool, waits_for: int | None
+    made: PredictReplica, reads: bool, waits_for: int | None
 ):
     made.processes[4].ready = False
     made.processes[4].at = (READING, 0) if reads else ("building", 0)
@@ -97,8 +97,8 @@ def test_one_that_builds_may_take_any_time_but_not_a_read(
     assert (slowest.number if slowest else None) == waits_for
 
 
-def test_a_process_that_compiles_is_given_as_long_as_for_the_first_batch(made: Replica):
-    pace, process = Pace(Batches((), 4, skip=False), 0.0), made.processes[3]
+def test_a_process_that_compiles_is_given_as_long_as_for_the_first_batch(made: PredictReplica):
+    pace, process = Pace(PredictBatches((), 4, skip=False), 0.0), made.processes[3]
     process.at = "predicting", 1
     assert pace.limit_s(process, 0) == FIRST_S
     made.give([[0, 1, 2]])

@@ -11,7 +11,7 @@ from torch import nn
 from instep.data.order import Position
 from instep.engine.state.attributes import kept_beside
 from instep.engine.state.average import Average
-from instep.engine.state.capture import Progress, capture, restore
+from instep.engine.state.capture import CommitProgress, capture, restore
 from instep.engine.state.committed import Commit, CommittedState
 from instep.engine.update import Update
 from instep.errors import CheckpointError
@@ -59,7 +59,7 @@ def test_a_fused_optimizer_goes_on_with_weights_that_lie_in_memory_as_images_do(
         by.apply(1)
 
     step(model, update)
-    taken = capture(Progress(), model, [Turn("", update, Nothing())])
+    taken = capture(CommitProgress(), model, [Turn("", update, Nothing())])
     for group in taken.tensors.values():  # as files keep them
         for name, tensor in group.items():
             group[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -78,7 +78,7 @@ def test_what_an_optimizer_keeps_for_no_parameter_is_kept(rank):
     turn, again = (Turn("", an_update(model), Nothing()) for _ in range(2))
     turn.update.optimizer.state["k"] = 3
     turn.update.optimizer.state["last"] = torch.arange(4.0)
-    taken = capture(Progress(), model, [turn], rank=rank)
+    taken = capture(CommitProgress(), model, [turn], rank=rank)
     restore(taken, "a test", model, [again], rank=rank)
     found = again.update.optimizer.state
     assert found["k"] == 3
@@ -89,7 +89,7 @@ def test_another_optimizer_or_scheduler_than_the_one_that_was_saved_is_named():
     model = nn.Linear(3, 2)
     adam = torch.optim.AdamW(model.parameters())
     steps = torch.optim.lr_scheduler.StepLR(adam, 3)
-    taken = capture(Progress(), model, [Turn("", an_update(model, adam, steps), Nothing())])
+    taken = capture(CommitProgress(), model, [Turn("", an_update(model, adam, steps), Nothing())])
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     groups = torch.optim.AdamW([{"params": [each]} for each in model.parameters()])
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 9)
@@ -253,13 +253,13 @@ def test_a_restored_state_names_what_optimizers_kept_beside_it(make, steps, lost
     start = copy.deepcopy(model)
     update = an_update(model, make(model.parameters()))
     stepped(model, update, steps)
-    snapshot = capture(Progress(), model, [Turn("", update, Nothing())])
+    snapshot = capture(CommitProgress(), model, [Turn("", update, Nothing())])
     anew = an_update(start, make(start.parameters()))
     state = CommittedState(start, [Turn("", anew, Nothing())])
     assert state.lost == []
     state.restore(snapshot, "a checkpoint")
     assert state.lost == lost
-    state.restore(capture(Progress(), start, [Turn("", anew, Nothing())]), "itself")
+    state.restore(capture(CommitProgress(), start, [Turn("", anew, Nothing())]), "itself")
     assert state.lost == []
 
 
@@ -279,7 +279,7 @@ def test_a_state_goes_to_the_parameters_of_its_names_in_whatever_order():
         model.zero_grad()
         model(torch.randn(4, 3)).square().sum().backward()
         update.apply(step)
-    snapshot = capture(Progress(), model, [Turn("", update, Nothing())])
+    snapshot = capture(CommitProgress(), model, [Turn("", update, Nothing())])
     other = an_update(fresh, adam_of(fresh, [weights[::-1], biases[::-1]]))
     restore(snapshot, "a checkpoint", fresh, [Turn("", other, Nothing())])
     names = dict(fresh.named_parameters())

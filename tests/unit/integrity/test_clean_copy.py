@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.engine.state.capture import Progress
+from instep.engine.state.capture import CommitProgress
 from instep.engine.state.committed import Commit, CommittedState
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
@@ -53,7 +53,9 @@ class Worker:
             self.model(torch.full((2, 3), step / 7)).square().sum().backward()
             self.update.apply(step)
             self.update.optimizer.zero_grad()
-            self.held.progress = Progress(step, self.held.progress.course, 0.5 * step, 3 * step)
+            self.held.progress = CommitProgress(
+                step, self.held.progress.course, 0.5 * step, 3 * step
+            )
             self.held.last = Commit(step, 0.5, None, False, False)
             self.held.settled = step
 

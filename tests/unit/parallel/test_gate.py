@@ -7,7 +7,7 @@ import torch
 
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError
-from instep.parallel.gate import NEAR, Piece, check
+from instep.parallel.gate import NEAR, GradientPiece, check
 
 NAMES = ("embed", "first", "second", "head")
 
@@ -39,10 +39,12 @@ def on(ranks, spoil=lambda rank, name, gradient: gradient, boxes=quarters, refer
             for name, reference in references.items():
                 box = boxes(comm.rank)
                 if box is None:
-                    yield Piece(name, reference.shape, None, None, None)
+                    yield GradientPiece(name, reference.shape, None, None, None)
                     continue
                 own = cut(reference, box)
-                yield Piece(name, reference.shape, box, own, spoil(comm.rank, name, own.clone()))
+                yield GradientPiece(
+                    name, reference.shape, box, own, spoil(comm.rank, name, own.clone())
+                )
 
         try:
             return check(pieces(), comm, mesh="tensor = 2")
@@ -123,8 +125,8 @@ def test_a_gradient_that_only_one_side_has_is_found():
     given = torch.randn(3)
 
     def alone(comm):
-        others = Piece("a", (3,), ((0, 3),), given, given)
-        return check([others, Piece("b", (3,), ((0, 3),), None, given)], comm)
+        others = GradientPiece("a", (3,), ((0, 3),), given, given)
+        return check([others, GradientPiece("b", (3,), ((0, 3),), None, given)], comm)
 
     with pytest.raises(RecipeError, match=r"'b' has the norm .*, where that of one process has n"):
         run_ranks(1, alone)
@@ -151,7 +153,11 @@ def test_scalars_and_empty_parts_are_compared():
         part = row[slice(*box[0])]
         wrong = scalar + comm.rank
         return check(
-            [Piece("row", (1,), box, part, part), Piece("scale", (), (), scalar, wrong)], comm
+            [
+                GradientPiece("row", (1,), box, part, part),
+                GradientPiece("scale", (), (), scalar, wrong),
+            ],
+            comm,
         )
 
     with pytest.raises(RecipeError, match=r"'scale' is off by 0.33 of its norm on rank 1"):

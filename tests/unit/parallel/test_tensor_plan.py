@@ -12,11 +12,11 @@ from torch import nn
 from instep.errors import RecipeError, SpecError
 from instep.parallel.pipeline.calls import intercepted
 from instep.parallel.tensor import Plan, find_plan
-from instep.parallel.tensor.alone import Failed
+from instep.parallel.tensor.alone import PlanDiffers
 from instep.parallel.tensor.layers import exchange, kind_of
 from instep.parallel.tensor.links import Links
 from instep.parallel.tensor.plan import Cut, Draw
-from instep.parallel.tensor.trial import Trial
+from instep.parallel.tensor.trial import PlanTrial
 
 BLOCK = {
     **{f"attention.w{each}": "column" for each in "qkv"},
@@ -268,10 +268,10 @@ def test_a_trial_finds_what_is_wrong_with_a_plan(name, spoil):
     model, compute_loss, batches = made(name)
     plan, trial = (
         find_plan(model, compute_loss, batches[0], 2),
-        Trial(*made(name)[:2], batches[0], 2),
+        PlanTrial(*made(name)[:2], batches[0], 2),
     )
     trial.check(plan)
-    with pytest.raises(Failed):
+    with pytest.raises(PlanDiffers):
         trial.check(spoil(plan))
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from instep.errors import RecipeError
 from instep.parallel.tensor import Plan, find_plan
-from instep.parallel.tensor.alone import Failed
+from instep.parallel.tensor.alone import PlanDiffers
 from instep.parallel.tensor.plan import Draw
-from instep.parallel.tensor.trial import Trial
+from instep.parallel.tensor.trial import PlanTrial
 
 
 def plan_of(name, ranks=2):
@@ -232,7 +232,7 @@ def with_change(name, plan, change):
 def test_a_trial_finds_what_is_wrong_with_a_split(name, spoil):
     model, compute_loss, batches = made(name)
     plan = find_plan(model, compute_loss, batches[0], 2, sequence=True)
-    trial = Trial(model, compute_loss, batches[0], 2)
+    trial = PlanTrial(model, compute_loss, batches[0], 2)
     trial.check(plan)
-    with pytest.raises(Failed):
+    with pytest.raises(PlanDiffers):
         trial.check(replace(plan, sequence=spoil(plan)))

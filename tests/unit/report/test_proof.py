@@ -17,7 +17,7 @@ from instep.errors import RunError
 from instep.events import LEDGER, ledger_header, read_events, read_records
 from instep.report.figures.proof import prove, untiled
 from instep.report.figures.summary import summarise
-from instep.state.files.manifest import Manifest, encode
+from instep.state.files.manifest import CheckpointManifest, encode
 from instep.store.audit import Stretch, audit
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_ledger, make_run, write_events, write_ledger
@@ -334,7 +334,7 @@ def test_what_a_step_should_have_taken_is_asked_of_the_order_itself():
 def checkpoint_of(run, **facts):
     folder = run / "checkpoints" / "step-00000007"
     folder.mkdir(parents=True)
-    made = Manifest(step=7, instep="0", torch="2", files={}, facts=facts)
+    made = CheckpointManifest(step=7, instep="0", torch="2", files={}, facts=facts)
     (folder / "manifest.json").write_bytes(encode(made))
 
 

@@ -29,10 +29,10 @@ from torch import nn
 from instep.comm.codecs import CODECS
 from instep.comm.codecs.base import aligned, draw_key
 from instep.errors import PeerError, SpecError
-from instep.server.coding import Coding, Held, Pushes
+from instep.server.coding import Coding, Held, WorkerPushes
 from instep.server.commits import Push
 from instep.server.door import Door
-from instep.server.messages import Answer, Pull, Stage
+from instep.server.messages import Pull, ServerAnswer, Stage
 from instep.server.micro_batches import Portions, buffers_of, pieces_of, whole_pieces
 from instep.server.request_queue import Desk
 from instep.server.tensor_channel import Ask, Grant, Line
@@ -315,7 +315,7 @@ def test_a_worker_that_got_half_of_a_pull_holds_nothing():
 def pushes_of(model, servers=1, **options):
     coding = coding_of(model, **options)
     shares = pieces_of(coding.parameters, servers, by_element=True)
-    return coding, shares, Pushes(coding, shares, [[] for _ in shares])
+    return coding, shares, WorkerPushes(coding, shares, [[] for _ in shares])
 
 
 def decoded(coding, shares, pushes):
@@ -530,10 +530,10 @@ def test_a_server_that_has_no_leases_begins_anew_with_each_connection(runs):
         worker.turn()
     line = worker.line(1)
     line.send(Pull(77), ())
-    assert line.receive(Answer, lambda told: worker.held[1].room(told.since)).since >= 0
+    assert line.receive(ServerAnswer, lambda told: worker.held[1].room(told.since)).since >= 0
     fresh = run.reach(1, 0)
     fresh.send(Pull(78), ())
-    assert fresh.receive(Answer, lambda told: worker.held[1].room(told.since)).since == -1
+    assert fresh.receive(ServerAnswer, lambda told: worker.held[1].room(told.since)).since == -1
 
 
 @pytest.mark.parametrize("what", ["short", "long", "changed"])
@@ -552,7 +552,7 @@ def test_what_arrives_otherwise_than_it_was_sent_is_refused(runs, what):
     with suppress(PeerError):
         line.send(Stage(worker.lease.token, present), body)
     with pytest.raises(PeerError):
-        line.receive(Answer, ())
+        line.receive(ServerAnswer, ())
     assert not run.threads[1].further._staged
 
 

@@ -23,18 +23,18 @@ from instep.engine.served.written import put_together
 from instep.engine.state.host_copy import HostCopy
 from instep.errors import PeerError, WorkerError
 from instep.job.train import TrainSpec
-from instep.server.coding import Coding, Held, Pushes
+from instep.server.coding import Coding, Held, WorkerPushes
 from instep.server.commits import Commits, Push
 from instep.server.door import Door
 from instep.server.first_server import Serving
 from instep.server.messages import (
-    Answer,
     Apply,
     End,
     Give,
     Prepare,
     Pull,
     Question,
+    ServerAnswer,
     Stage,
     Write,
 )
@@ -263,7 +263,7 @@ class Worker:
         buffers = [buffers_of(self.model), *[[]] * (len(shares) - 1)]
         coding = Coding(run.part.strategy, self.parameters)
         self.held = [Held(coding, *each) for each in zip(shares, buffers, strict=True)]
-        self.pushes = Pushes(coding, shares, buffers)
+        self.pushes = WorkerPushes(coding, shares, buffers)
         self.lines = {}
 
     def line(self, place):
@@ -280,7 +280,7 @@ class Worker:
         for place in range(1, self.run.servers):
             held, line = self.held[place], self.line(place)
             line.send(Pull(self.lease.token), [])
-            told = line.receive(Answer, lambda told, at=held: at.room(told.since))
+            told = line.receive(ServerAnswer, lambda told, at=held: at.room(told.since))
             held.take(self.lease.token, told.since)
         return True
 
@@ -297,7 +297,7 @@ class Worker:
         for place in range(1, self.run.servers):
             room = self.pushes.rooms[place]
             self.line(place).send(Stage(self.lease.token, present), room.flats)
-            self.line(place).receive(Answer, [])
+            self.line(place).receive(ServerAnswer, [])
 
     def push(self):
         total, weight, present = self.compute()
@@ -447,7 +447,7 @@ def test_a_push_without_its_parts_does_not_count_and_its_micro_batch_is_leased_a
     unit, token = worker.lease.unit, worker.lease.token
     total, weight, present = worker.compute()
     worker.line(1).send(Stage(token, present), worker.pushes.rooms[1].flats)  # to one of two
-    worker.line(1).receive(Answer, [])
+    worker.line(1).receive(ServerAnswer, [])
     first = worker.pushes.rooms[0]
     assert run.take(Push(token, total, weight, 0, present, first.pieces, first.buffers)) is None
     check_same_bits(run.whole(), before)
@@ -645,7 +645,7 @@ def test_an_update_that_was_sent_before_the_first_server_came_back_is_not_made(r
         for version in late:
             at, line = run.threads[1].further.at, run.reach(1)
             line.send(Apply(version, True, 1.0, run.part.update.options(), True), ())
-            told = line.receive(Answer, ())
+            told = line.receive(ServerAnswer, ())
             assert told.fine == (version == 4)
             assert run.threads[1].further.at == ((0, 4) if version == 4 else at)
         found.append(train(run, 1, random.Random(0)))
@@ -672,7 +672,7 @@ def test_only_the_first_server_may_have_others_update(runs):
     line = run.reach(1, number=3)
     line.send(Apply(1, False, 1.0, [], True), ())
     with pytest.raises(PeerError):
-        line.receive(Answer, ())
+        line.receive(ServerAnswer, ())
     assert run.threads[1].further.at == (0, 0)
 
 
@@ -684,7 +684,7 @@ def test_after_the_end_a_server_turns_workers_away_and_still_hears_the_first(run
     server.door.end(server.further.late)  # as `Following` does
     worker.line(1).send(Stage(worker.lease.token, [True]), worker.pushes.rooms[1].flats)
     with pytest.raises(PeerError):
-        worker.line(1).receive(Answer, [])
+        worker.line(1).receive(ServerAnswer, [])
     run.others.close()  # its connection breaks, and it asks again
     run.others.meet()
     run.others.must(End(3, "steps", True, 1))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing import start_processes
 
-from instep.engine.state.capture import Progress, capture, read_checkpoint, restore
+from instep.engine.state.capture import CommitProgress, capture, read_checkpoint, restore
 from instep.engine.update import Update
 from instep.job.mesh import MeshSpec
 from instep.state.boxes import MeshRank
@@ -163,7 +163,7 @@ class Held:
         return self.turn.update.optimizer
 
     def capture(self, step=3):
-        return capture(Progress(step=step), self.model, [self.turn], rank=self.rank)
+        return capture(CommitProgress(step=step), self.model, [self.turn], rank=self.rank)
 
     def restore(self, snapshot):
         return restore(snapshot, "the test", self.model, [self.turn], rank=self.rank)

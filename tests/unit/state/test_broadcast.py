@@ -6,7 +6,7 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.state import broadcast
-from instep.state.boxes import Cut
+from instep.state.boxes import BoxCut
 from instep.state.packing import pack_state
 from instep.state.snapshot import COPIES, DTYPES, PART, Snapshot, model_tensors
 
@@ -55,7 +55,10 @@ def test_every_rank_gets_what_the_root_has(monkeypatch, chunk_bytes, size, root)
 
 def test_a_rank_of_a_mesh_gets_the_parts_of_the_same_rank_elsewhere():
     part = {"model/w": torch.eye(2), "model/v": torch.empty(0, 3)}
-    cuts = {"model/w": Cut((4, 2), ((2, 4), (0, 2))), "model/v": Cut((1, 3), ((1, 1), (0, 3)))}
+    cuts = {
+        "model/w": BoxCut((4, 2), ((2, 4), (0, 2))),
+        "model/v": BoxCut((1, 3), ((1, 1), (0, 3))),
+    }
     wanted = Snapshot(step=3, tensors={PART: part, COPIES: {}}, facts={}, cuts=cuts)
 
     def body(comm):

@@ -7,13 +7,13 @@ from meshes import turn_of
 from torch import nn
 
 from instep.cli import main
-from instep.engine.state.capture import Progress, capture
+from instep.engine.state.capture import CommitProgress, capture
 from instep.job import file as spec_file
-from instep.state.boxes import Cut
+from instep.state.boxes import BoxCut
 from instep.state.export.hugging_face import keep_config
 from instep.state.files.staging import SAVING, save_model, write_tensors
 from instep.state.pieces import CUTS
-from instep.state.save import CheckpointWriter, Shard
+from instep.state.save import CheckpointShard, CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors
 from instep.store.folder import make_run_folder
 
@@ -40,12 +40,12 @@ def a_run(runs, model):
     keep_config(model, run)
     save_model(run / "model.safetensors", model, {"step": "3"})
     writer = CheckpointWriter(run / "checkpoints")
-    writer.save(capture(Progress(step=2), model, [turn_of(model)]))
+    writer.save(capture(CommitProgress(step=2), model, [turn_of(model)]))
     shards = {}
     for number, (first, stop) in enumerate([(0, 5), (5, 99)]):
         tensors = {f"model/{name}": t[first:stop] for name, t in model_tensors(model).items()}
         cuts = {
-            f"model/{name}": Cut(
+            f"model/{name}": BoxCut(
                 tuple(t.shape),
                 ((min(first, len(t)), min(stop, len(t))), *((0, length) for length in t.shape[1:])),
             )
@@ -53,7 +53,7 @@ def a_run(runs, model):
         }
         path = run / "checkpoints" / f"{SAVING}3-part-{number}-1"
         entry = write_tensors(path, tensors, {CUTS: json.dumps(cuts)})
-        shards[f"part-{number}"] = Shard(path, entry)
+        shards[f"part-{number}"] = CheckpointShard(path, entry)
     writer.save(Snapshot(step=3, tensors={}, facts={}), shards=shards)
     writer.finish()
     return run

@@ -12,8 +12,8 @@ import pytest
 
 from instep.errors import CheckpointError
 from instep.state.files.manifest import (
+    CheckpointManifest,
     FileEntry,
-    Manifest,
     check_file,
     decode,
     encode,
@@ -34,7 +34,7 @@ def a_manifest(**changes):
         "files": {"model.safetensors": FileEntry(8, "ab" * 32)},
         "facts": {"seed": 2**80, "lr": 0.1, "text": "ä\ud800", "none": None, "deep": [{"a": []}]},
     }
-    return Manifest(**(fields | changes))
+    return CheckpointManifest(**(fields | changes))
 
 
 def resealed(change):

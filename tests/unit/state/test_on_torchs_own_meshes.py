@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from instep.comm.torch_comm import TorchComm
-from instep.engine.state.capture import Progress, capture
+from instep.engine.state.capture import CommitProgress, capture
 from instep.errors import CheckpointError, PeerError
 from instep.job.mesh import MeshSpec
-from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
+from instep.state.boxes import BoxCut, MeshRank, cut_of, local, primary
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.files.staging import save_model
 from instep.state.intact import newest_intact
@@ -227,10 +227,10 @@ def dies(rank, folder):
 
 def part(rank, step):
     model = nn.Linear(2, 2)
-    snapshot = capture(Progress(step=step), model, [turn_of(model)])
+    snapshot = capture(CommitProgress(step=step), model, [turn_of(model)])
     del snapshot.tensors["model"]
     snapshot.tensors.update({PART: {"model/w": torch.full((1, 2), float(rank))}, COPIES: {}})
-    snapshot.cuts["model/w"] = Cut((3, 2), ((rank, rank + 1), (0, 2)))
+    snapshot.cuts["model/w"] = BoxCut((3, 2), ((rank, rank + 1), (0, 2)))
     return snapshot
 
 

@@ -15,11 +15,11 @@ import torch
 from meshes import turn_of
 from torch import nn
 
-from instep.engine.state.capture import Progress, capture, read_checkpoint, restore
+from instep.engine.state.capture import CommitProgress, capture, read_checkpoint, restore
 from instep.errors import CheckpointError, SpecError
 from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
-from instep.state.boxes import Cut
+from instep.state.boxes import BoxCut
 from instep.state.compare import differences, saved
 from instep.state.export.export import copy_model
 from instep.state.export.whole import extract
@@ -28,7 +28,7 @@ from instep.state.intact import newest_intact
 from instep.state.load import load_model
 from instep.state.open_pieces import open_pieces
 from instep.state.pieces import CUTS
-from instep.state.save import CheckpointWriter, Shard
+from instep.state.save import CheckpointShard, CheckpointWriter
 from instep.state.snapshot import parameters_sha256
 
 NAMES = ("0.weight", "0.bias", "1.weight")
@@ -60,7 +60,7 @@ def parts_of(model, turn, rows=(3,), names=NAMES):
             tensors[name] = tensor[first:stop]
             box = [(0, length) for length in tensor.shape]
             box[0] = min(first, tensor.shape[0]), min(stop, tensor.shape[0])
-            cuts[name] = Cut(tuple(tensor.shape), tuple(box))
+            cuts[name] = BoxCut(tuple(tensor.shape), tuple(box))
         yield tensors, cuts
 
 
@@ -71,8 +71,8 @@ def write(folder, model, turn, parts, step=5):
     for number, (tensors, cuts) in enumerate(parts):
         path = folder / f"{SAVING}{step}-part-{number}-1"
         entry = write_tensors(path, tensors, {CUTS: json.dumps(cuts)})
-        shards[f"part-{number}"] = Shard(path, entry)
-    snapshot = capture(Progress(step=step), model, [turn])
+        shards[f"part-{number}"] = CheckpointShard(path, entry)
+    snapshot = capture(CommitProgress(step=step), model, [turn])
     for group in ("model", "optimizer"):
         del snapshot.tensors[group]
     optimizer = snapshot.facts["optimizer"]["dict"]
@@ -170,7 +170,7 @@ def test_a_part_that_is_not_the_one_that_was_saved_is_refused_by_name(tmp_path, 
             r"1.weight is torch.float32 \[2, 5\] in one file and torch.float32 \[3, 5\] in another",
         ),
         (
-            lambda parts: parts[1][1].update({"model/0.weight": Cut((5, 4), ((0, 5), (0, 4)))}),
+            lambda parts: parts[1][1].update({"model/0.weight": BoxCut((5, 4), ((0, 5), (0, 4)))}),
             r"part-1.safetensors is damaged: model/0.weight has the shape \[2, 4\] and is said",
         ),
         (
@@ -235,7 +235,7 @@ def test_checkpoints_of_different_meshes_are_compared_tensor_by_tensor(tmp_path)
         for rows in [(3,), (1, 4)]
     ]
     writer = CheckpointWriter(tmp_path / "plain")
-    writer.save(capture(Progress(step=5), model, [turn]))
+    writer.save(capture(CommitProgress(step=5), model, [turn]))
     writer.finish()
     paths.append(writer.poll()[0].path)
     for one in paths:
@@ -269,7 +269,7 @@ def test_an_optimizer_that_moves_less_than_it_did_is_refused(tmp_path):
 
 def test_what_servers_saved_in_flat_ranges_is_read_by_the_box(tmp_path):
     model, turn = net()
-    snapshot = capture(Progress(step=5), model, [turn])
+    snapshot = capture(CommitProgress(step=5), model, [turn])
     state = turn.update.optimizer.state
     shards = {"shard-0": {}, "shard-1": {}}
     for name, parameter in model.named_parameters():
@@ -357,7 +357,7 @@ def test_reading_and_extracting_hold_one_tensor_at_a_time(tmp_path):
     parts = [
         (
             {f"model/{name}": value[first : first + half] for name, value in model.items()},
-            {f"model/{name}": Cut((WIDTH,), ((first, first + half),)) for name in model},
+            {f"model/{name}": BoxCut((WIDTH,), ((first, first + half),)) for name in model},
         )
         for first in (0, half)
     ]

@@ -15,7 +15,7 @@ from instep.events import read_events
 from instep.formats import FORMAT, INSTEP
 from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
-from instep.state.files.manifest import Manifest, encode
+from instep.state.files.manifest import CheckpointManifest, encode
 from instep.store.folder import ID
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run, write_events
@@ -92,7 +92,9 @@ def test_a_model_is_not_taken_out_of_a_run_of_another_format(tmp_path, capsys):
 
 
 def test_a_model_is_not_taken_out_of_a_checkpoint_of_another_format(tmp_path):
-    manifest = Manifest(version=1, step=7, instep="0.1.3", torch="2.12", files={}, facts={})
+    manifest = CheckpointManifest(
+        version=1, step=7, instep="0.1.3", torch="2.12", files={}, facts={}
+    )
     checkpoint = tmp_path / "step-00000007"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_bytes(encode(manifest))

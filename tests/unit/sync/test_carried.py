@@ -4,7 +4,7 @@ import torch
 
 from instep.comm.memory import run_ranks
 from instep.records import BEGINNING, Attempt
-from instep.sync.rounds.carried import Carried, Piece, kept_of
+from instep.sync.rounds.carried import Carried, CarriedPiece, kept_of
 
 
 def test_what_nobody_holds_any_more_is_in_no_later_state():
@@ -14,14 +14,14 @@ def test_what_nobody_holds_any_more_is_in_no_later_state():
         carried = Carried()
         carried.load_state({"made": torch.tensor([(0, 3, 4), (1, 3, 4), (2, 2, 4)])})
         if comm.rank == 0:
-            carried.held = {Piece(kept_of(0), 0, 4, 3): torch.ones(4)}
+            carried.held = {CarriedPiece(kept_of(0), 0, 4, 3): torch.ones(4)}
         carried.start(comm, torch.device("cpu"), None, BEGINNING, (), 0)
         found, _ = carried.fetch([comm.rank])
         assert found.keys() == ({0} if comm.rank == 0 else set())
-        carried.stage(Attempt(0, 4, 1), [Piece(kept_of(0), 0, 4, 4)], {0: 4}, {0: 4})
+        carried.stage(Attempt(0, 4, 1), [CarriedPiece(kept_of(0), 0, 4, 4)], {0: 4}, {0: 4})
         carried.abandon()
         assert (carried.made.keys(), carried.lost) == ({0, 1, 2}, {})
-        carried.stage(Attempt(0, 4, 1), [Piece(kept_of(0), 0, 4, 4)], {0: 4}, {0: 4})
+        carried.stage(Attempt(0, 4, 1), [CarriedPiece(kept_of(0), 0, 4, 4)], {0: 4}, {0: 4})
         carried.apply()
         assert carried.lost == {1: 3, 2: 2}
         assert carried.state()["made"].tolist() == [[0, 4, 4]]

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from instep.comm.codecs.int8 import Int8
 from instep.comm.memory import run_ranks
 from instep.engine.engine import Engine
-from instep.engine.state.capture import Progress
+from instep.engine.state.capture import CommitProgress
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
@@ -322,7 +322,7 @@ def test_the_replacement_of_one_that_ended_as_it_had_taken_over_has_what_it_took
     turn = TurnState("", parameters, update, replacement.strategy)
     engine = Engine(FakeMember(job, tmp_path, 0), model, parameters, [turn])
     engine.own.memory = replacement.memory
-    engine.state.progress = Progress(step=5)
+    engine.state.progress = CommitProgress(step=5)
     engine.state._made = {1: (0, 5), 2: (0, 5)}  # as its peers know
     engine.own.take_what_was_left()
     run.check([replacement, workers[1]])

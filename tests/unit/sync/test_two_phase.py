@@ -13,7 +13,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
 from instep.sync.reducers import Place, Room, reducer_of
 from instep.sync.reducers.gather import Gather
-from instep.sync.reducers.two_phase import Segments, TwoPhase
+from instep.sync.reducers.two_phase import RankSegments, TwoPhase
 from marks import slow, tail
 
 BUCKETS = [
@@ -36,7 +36,7 @@ FEW = [[Place("long", (700,))], [Place("few", (2,))]]
 def contribution(rank, size, step, number, buckets=BUCKETS):
     """[elements] of one bucket; weights differ and add up to 1, levels differ from rank to rank."""
     weight = 2 * (rank + 1) / (size * (size + 1))
-    length = Segments(buckets, size).lengths[number]
+    length = RankSegments(buckets, size).lengths[number]
     seed = 1_000_003 * step + 101 * rank + number
     drawn = torch.randn(length, generator=torch.Generator().manual_seed(seed))
     return weight * (drawn * 10.0 ** (rank - 1) + 0.3)
@@ -65,7 +65,7 @@ def exchange(two, comm, step, buckets=BUCKETS):
 
 def made(comm, codec="int8", buckets=BUCKETS, room=None, staged=None):
     place = Room(slots=room, staged=staged)
-    return TwoPhase(CODECS[codec](), comm, Segments(buckets, comm.size), place)
+    return TwoPhase(CODECS[codec](), comm, RankSegments(buckets, comm.size), place)
 
 
 def some_steps(comm, codec, steps, abandoned=()):
@@ -109,7 +109,7 @@ def bits(tensors):
 
 def by_name(flats, buckets=BUCKETS):
     """Like `own_state`, of each bucket's flat memory."""
-    layout = Segments(buckets, 1)
+    layout = RankSegments(buckets, 1)
     return {
         place.name: part
         for number, flat in enumerate(flats)
@@ -181,7 +181,7 @@ def test_processes_come_to_the_bits_of_threads(tmp_path, size):
 
 def trained(comm, steps):
     """Hash of the parameters after each step of SGD on a quadratic that differs between ranks."""
-    layout = Segments([[Place("first", (31,))], [Place("second", (300,))]], comm.size)
+    layout = RankSegments([[Place("first", (31,))], [Place("second", (300,))]], comm.size)
     two = TwoPhase(CODECS["int8"](), comm, layout)
     parameters, seen = [torch.zeros(31), torch.ones(300)], hashlib.sha256()
     generator = torch.Generator().manual_seed(comm.rank)
@@ -214,7 +214,7 @@ def test_what_nobody_holds_any_more_is_handed_over_with_its_sum(codec):
     states, given, got = [{}] * 4, 0.0, 0.0
 
     def body(comm, first):
-        layout = Segments(BUCKETS, comm.size)
+        layout = RankSegments(BUCKETS, comm.size)
         two = made(comm, codec, room=room_of(layout, comm.rank, states[comm.rank]))
         results = []
         for step in range(first, first + 5):
@@ -242,7 +242,7 @@ def test_own_state_is_taken_up_as_it_was_given():
         exchange(two, comm, 0)
         two.apply()
         state = residuals(two)
-        room = room_of(Segments(BUCKETS, comm.size), comm.rank, state)
+        room = room_of(RankSegments(BUCKETS, comm.size), comm.rank, state)
         again = residuals(made(comm, room=room))
         return all(torch.equal(again[name], state[name]) for name in SHAPES)
 
@@ -251,7 +251,7 @@ def test_own_state_is_taken_up_as_it_was_given():
 
 def test_what_is_not_finite_is_seen_by_all_and_gone_in_the_next_step():
     def body(comm):
-        two = TwoPhase(CODECS["int8"](), comm, Segments([[Place("a", (600,))]], comm.size))
+        two = TwoPhase(CODECS["int8"](), comm, RankSegments([[Place("a", (600,))]], comm.size))
         seen = []
         for step in range(2):
             flat = torch.full((600,), 0.5)
@@ -318,7 +318,7 @@ def deadly_step(comm, victim, dies_at, agree):
     """
     slots, told = [], []
 
-    frail, layout = Frail(comm, None), Segments(FEW, comm.size)
+    frail, layout = Frail(comm, None), RankSegments(FEW, comm.size)
     count = layout.room(comm.rank)
     slots.extend([torch.zeros(count), torch.zeros(count)])
     two = made(frail, buckets=FEW, room=tuple(slots), staged=told.append)
@@ -388,7 +388,7 @@ def test_staged_is_said_before_the_last_message_and_once_all_lies_there():
         def staged(slot):
             said.append((slot, frail.passed, slots[slot].clone()))
 
-        count = Segments(FEW, comm.size).room(comm.rank)
+        count = RankSegments(FEW, comm.size).room(comm.rank)
         slots.extend([torch.zeros(count), torch.full((count,), torch.nan)])
         two = made(frail, buckets=FEW, room=tuple(slots), staged=staged)
         exchange(two, comm, 0, FEW)

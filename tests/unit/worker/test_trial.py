@@ -27,11 +27,11 @@ from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import NOTHING
 from instep.worker.passes.late_trial import LateTrial
 from instep.worker.training.trials import agreed
-from instep.worker.trial.gate import Gate, WholePass
+from instep.worker.trial.gate import GradientGate, WholePass
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.places import Places
 from instep.worker.trial.reads import shapes_in, try_recipe, try_step
-from instep.worker.trial.shapes import Watch
+from instep.worker.trial.shapes import ShapeWatch
 
 LONG, LEFT_OUT = 200, 70
 
@@ -100,7 +100,7 @@ def test_a_seldom_length_is_tried_in_the_step_that_has_it(loss, kind):
     trial = try_recipe(forward, loader, job, Batches.of_job(job, 320))
     assert trial.verdict == "yes"
     forward.derive(trial.derived, trial.each)
-    watch, where = Watch(trial.shapes), position(1 + LONG // 16, 320, 16)
+    watch, where = ShapeWatch(trial.shapes), position(1 + LONG // 16, 320, 16)
     (usual, *_, odd) = [*loader.read(Places.step(job.train, where).parts)][1:3]
     assert watch.odd(usual.batch, usual.size) == ""
     assert watch.odd(odd.batch, odd.size) == "[9, 1] instead of [4, 1]"
@@ -122,7 +122,7 @@ def test_samples_in_order_of_length_are_tried_where_the_length_changes(first, mi
     steps = [position(step, 320, 16) for step in range(1, 21)]
     odd = []
     for worker in (0, 1):
-        watch = Watch(trial.shapes)
+        watch = ShapeWatch(trial.shapes)
         for number, where in enumerate(steps):
             for read in loader.read(Places.step(job.train, where).parts[2 * worker :][:2]):
                 if watch.odd(read.batch, read.size):
@@ -285,7 +285,7 @@ def test_what_a_restored_optimizer_lacks_is_said_once_before_its_first_step():
 
 def test_only_different_shapes_of_one_place_were_compared_with_each_other():
     short, long = torch.zeros(2, 4), torch.zeros(2, 9)
-    watch = Watch()
+    watch = ShapeWatch()
     watch.compared([(short, 2), (short, 2)])
     watch.compared([(long, 2), (long, 2)])
     assert watch.odd(long, 2)
@@ -582,7 +582,7 @@ def test_a_reference_for_a_mesh_is_refused_where_a_later_pass_writes_to_a_parame
         for number, value in enumerate((0.0, 1.0, 1.0))
     ]
     with pytest.raises(RecipeError, match="wrote to the parameter 'weight'"):
-        Gate(forward, 1).compute(passes)
+        GradientGate(forward, 1).compute(passes)
 
 
 class Counting(nn.Linear):

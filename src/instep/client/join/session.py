@@ -25,7 +25,7 @@ from instep.recipe.weights import WeightedLoss
 from instep.worker.loop.after_commit import Step
 from instep.worker.own.evaluation import EvaluationLoader
 from instep.worker.own.loop import OwnLoader, OwnLoop
-from instep.worker.own.rounds import OwnRounds
+from instep.worker.own.rounds import OwnLoopRounds
 from instep.worker.training.devices import check_device
 from instep.worker.training.training import Training
 
@@ -157,7 +157,7 @@ class Session:
         return given.handed_back(loaders)
 
     def _own_loop(self, given: Prepared, *, advances: bool) -> OwnLoop:
-        kind = OwnRounds if self.job.sync.rounds is not None else OwnLoop
+        kind = OwnLoopRounds if self.job.sync.rounds is not None else OwnLoop
         return kind(
             self._member,
             given.model.to(self.device),

@@ -23,7 +23,7 @@ START = -1
 """Stands for a batch where a worker was lost before it could predict."""
 
 
-class Batches:
+class PredictBatches:
     """The batches of one dataset.
 
     Args:

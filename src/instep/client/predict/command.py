@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from instep.client.predict.master import Ended, PredictMaster
+from instep.client.predict.master import PredictEnded, PredictMaster
 from instep.client.predict.plan import begin, data_of, source_of
 from instep.errors import InstepError, RunError, SpecError
 from instep.job.spec import JobSpec
@@ -35,7 +35,7 @@ _REFUSALS = (2, 3, 4, 7)
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictResult:
     """The result of a command."""
 
     out: Path
@@ -47,7 +47,7 @@ class Predicted:
     workers: int
     batch: int
     """Samples of a batch."""
-    ended: Ended
+    ended: PredictEnded
     taken_up: int
     """Batches that an earlier command had predicted."""
     seconds: float
@@ -112,7 +112,7 @@ def predict(
     workers: int | None = None,
     batch: int | None = None,
     overrides: Iterable[str] = (),
-) -> Predicted:
+) -> PredictResult:
     """Predict every sample of a dataset once, and write the outputs in its order.
 
     Args:
@@ -151,7 +151,7 @@ def predict(
         ended, published = _published(folder, plan, source.job, say)
         if ended.interrupted and not folder.done():
             folder.remove()
-    return Predicted(
+    return PredictResult(
         out=out,
         model=plan.model,
         step=plan.step,
@@ -176,7 +176,7 @@ def _check_format(out: Path) -> None:
 
 def _published(
     folder: Predictions, plan: Plan, job: JobSpec, say: Callable[[str], None]
-) -> tuple[Ended, Published | None]:
+) -> tuple[PredictEnded, Published | None]:
     """Predict what has no part yet, and put the parts together, unless a signal comes."""
     ended = _predicted(folder, plan, job, say)
     damaged = Counter[int]()
@@ -216,7 +216,9 @@ def _opening(plan: Plan, job: JobSpec, taken_up: int) -> str:
     return f"predicting with {plan.model}{step}, workers: {job.workers}{mesh}{before}"
 
 
-def _predicted(folder: Predictions, plan: Plan, job: JobSpec, say: Callable[[str], None]) -> Ended:
+def _predicted(
+    folder: Predictions, plan: Plan, job: JobSpec, say: Callable[[str], None]
+) -> PredictEnded:
     """Have all batches predicted that have no part."""
     asked: list[int] = []
     with on_signals(lambda number, _: asked.append(number)):

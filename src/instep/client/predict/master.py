@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from instep.client.predict.batches import START, Batches
+from instep.client.predict.batches import START, PredictBatches
 from instep.client.predict.fork_server import OwnServer
 from instep.client.predict.pace import Pace
-from instep.client.predict.replicas import Process, Replica
+from instep.client.predict.replicas import PredictProcess, PredictReplica
 from instep.client.results import failure
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.endpoint import Switchboard
@@ -50,7 +50,7 @@ LEAVE_S = 2.0
 """How long workers may take to end when everything is predicted."""
 
 
-class Ended(NamedTuple):
+class PredictEnded(NamedTuple):
     """How the predictions ended."""
 
     samples: int
@@ -87,9 +87,9 @@ class PredictMaster:
         self._board = Switchboard()
         self._hub = self._board.hub
         self._server = OwnServer(self._board, folder.path / "logs", say)
-        self._batches = Batches(folder.done(), batch, skip=job.data.unreadable == "skip")
+        self._batches = PredictBatches(folder.done(), batch, skip=job.data.unreadable == "skip")
         replicas = range(job.workers // job.mesh.ranks)
-        self._replicas = [Replica(number, job.mesh) for number in replicas]
+        self._replicas = [PredictReplica(number, job.mesh) for number in replicas]
         self._starting: dict[int, float] = {}  # when the fork server was asked for them
         self._confirmed = False  # whether the dataset is the one of the parts that are there
         self._lost = 0
@@ -97,7 +97,7 @@ class PredictMaster:
         self._now = time.monotonic()
         self._pace = Pace(self._batches, self._now)
 
-    def serve(self) -> Ended:
+    def serve(self) -> PredictEnded:
         """Until every batch has a part, or a signal has come; no process is left then.
 
         Raises:
@@ -116,13 +116,13 @@ class PredictMaster:
                 process.system.close()
         batches = self._batches
         predicted = len(batches.done) - batches.before
-        return Ended(batches.samples, predicted, self._lost, not self._complete)
+        return PredictEnded(batches.samples, predicted, self._lost, not self._complete)
 
     @property
-    def _processes(self) -> list[Process]:
+    def _processes(self) -> list[PredictProcess]:
         return [p for replica in self._replicas for p in replica.processes.values()]
 
-    def _replica(self, number: int) -> Replica:
+    def _replica(self, number: int) -> PredictReplica:
         """The one that a worker's number is in."""
         return self._replicas[number // self._job.mesh.ranks]
 
@@ -182,7 +182,7 @@ class PredictMaster:
         del self._starting[number]
         lease = Lease(hello.pid, now, times=self._batches.most_times)
         marks = self._batches.deadly.changes
-        replica.processes[number] = Process(number, peer, system, lease, marks, now)
+        replica.processes[number] = PredictProcess(number, peer, system, lease, marks, now)
 
     def _welcome_of(self, restarts: int) -> m.Welcome:
         return m.Welcome(
@@ -201,7 +201,7 @@ class PredictMaster:
         if (process := self._of(peer)) is not None:
             process.closed_at = time.monotonic()
 
-    def _of(self, peer: Peer) -> Process | None:
+    def _of(self, peer: Peer) -> PredictProcess | None:
         return next((process for process in self._processes if process.peer is peer), None)
 
     def _receive(self, peer: Peer, message: m.AnyMessage) -> None:
@@ -223,7 +223,7 @@ class PredictMaster:
             self._hub.send(peer, m.Ack(count=process.handled))
         self._handle(process, message, now)
 
-    def _handle(self, process: Process, message: m.AnyMessage, now: float) -> None:
+    def _handle(self, process: PredictProcess, message: m.AnyMessage, now: float) -> None:
         match message:
             case m.Heartbeat(phase=phase, progress=progress):
                 if process.at != (phase, progress):
@@ -250,7 +250,7 @@ class PredictMaster:
             case m.Failed() if process.to_blame:
                 raise failure(process.number, message, self._folder.path)
 
-    def _count(self, process: Process, samples: int) -> None:
+    def _count(self, process: PredictProcess, samples: int) -> None:
         known = self._batches.samples
         if known and samples != known:
             raise RecipeError(
@@ -262,7 +262,7 @@ class PredictMaster:
             self._batches.count(samples)
         self._confirmed |= process.number == 0  # it has compared the dataset with that of before
 
-    def _predicted(self, process: Process, batch: int, now: float) -> None:
+    def _predicted(self, process: PredictProcess, batch: int, now: float) -> None:
         self._batches.done.add(batch)
         replica = self._replica(process.number)
         self._pace.moves(replica, process, now)
@@ -286,7 +286,7 @@ class PredictMaster:
                     self._starting[number] = now
                     self._server.fork(number)
 
-    def _hand_out(self, replica: Replica, now: float) -> None:
+    def _hand_out(self, replica: PredictReplica, now: float) -> None:
         if not replica.ready or not self._confirmed:
             return
         has, sharing = len(replica.turns), len(self._replicas)
@@ -302,7 +302,7 @@ class PredictMaster:
 
     # ---- processes that are lost
 
-    def _watch(self, process: Process, now: float) -> None:
+    def _watch(self, process: PredictProcess, now: float) -> None:
         if process.system.ended:
             process.ended_at = process.ended_at or now
             if now - process.ended_at > REPORT_S:  # no fork server reports it
@@ -314,7 +314,7 @@ class PredictMaster:
             if how:
                 process.kill(how)
 
-    def _watch_progress(self, replica: Replica, now: float) -> None:
+    def _watch_progress(self, replica: PredictReplica, now: float) -> None:
         process = replica.slowest()
         if process is None or process.system.ended:
             return
@@ -341,7 +341,7 @@ class PredictMaster:
                     "use fewer --workers."
                 )
 
-    def _lose(self, process: Process, code: int | None, place: m.Whereabouts | None) -> None:
+    def _lose(self, process: PredictProcess, code: int | None, place: m.Whereabouts | None) -> None:
         """A process has ended: its replica starts again, and another takes its number."""
         now = time.monotonic()
         for last in self._hub.drain(process.peer):
@@ -355,7 +355,7 @@ class PredictMaster:
             killed, hung = process.killed, process.hung
             self._blame(process.number, at, code, place, killed=killed, hung=hung)
 
-    def _restart(self, replica: Replica, why: str) -> None:
+    def _restart(self, replica: PredictReplica, why: str) -> None:
         """Have all processes of a replica start again; its batches are left again."""
         self._batches.give_back(replica.drop())
         self._keys.forget(m.keys_of_replica(replica.number))

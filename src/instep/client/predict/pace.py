@@ -5,8 +5,8 @@ Pure: the master of predictions (`predict_master.py`) says what happened, and wh
 
 from __future__ import annotations
 
-from instep.client.predict.batches import Batches
-from instep.client.predict.replicas import Process, Replica
+from instep.client.predict.batches import PredictBatches
+from instep.client.predict.replicas import PredictProcess, PredictReplica
 from instep.comm.protocol.messages import COMPILING, READING
 from instep.system.limits import STEPS, UNKNOWN_S
 
@@ -25,12 +25,12 @@ class Pace:
         now: on the monotonic clock.
     """
 
-    def __init__(self, batches: Batches, now: float) -> None:
+    def __init__(self, batches: PredictBatches, now: float) -> None:
         self._batches, self._said = batches, now
         self._first: float | None = None  # when the first batch was done
         self._longest_s: float | None = None  # without progress, of a replica that continued
 
-    def moves(self, replica: Replica, process: Process, now: float) -> None:
+    def moves(self, replica: PredictReplica, process: PredictProcess, now: float) -> None:
         """A process of a replica has made progress."""
         if replica.turns and self._first is not None:
             self._longest_s = max(self._longest_s or 0.0, now - replica.since)
@@ -41,7 +41,7 @@ class Pace:
         if self._first is None:
             self._first = now
 
-    def limit_s(self, process: Process, at: int) -> float:
+    def limit_s(self, process: PredictProcess, at: int) -> float:
         """How long a process may take for what it does at a batch; each that was lost there by
         itself doubles it."""
         usual = UNKNOWN_S

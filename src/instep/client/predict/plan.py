@@ -40,7 +40,7 @@ _TRAIN = ("precision", "threads", "device", "determinism")
 """Keys of `[train]` that decide numbers here too."""
 
 
-class Source(NamedTuple):
+class PredictSource(NamedTuple):
     """Which model predicts, and how."""
 
     job: JobSpec
@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 def source_of(
     of: Path, recipe: str | None, overrides: Sequence[str], workers: int | None
-) -> Source:
+) -> PredictSource:
     """The job, and the file of the model.
 
     Args:
@@ -82,12 +82,12 @@ def source_of(
     check_hash(of)
     table: dict[str, Any] = {"recipe": recipe}
     job, batch = _job_of(table, overrides, workers, "instep predict")
-    return Source(spec_file.absolute(job, Path.cwd()), batch, of.resolve())
+    return PredictSource(spec_file.absolute(job, Path.cwd()), batch, of.resolve())
 
 
 def _of_run(
     path: Path, recipe: str | None, overrides: Sequence[str], workers: int | None
-) -> Source:
+) -> PredictSource:
     run, file = RunFolder(path), path / "job.toml"
     job, batch = _job_of(spec_file.read_table(file), overrides, workers, str(file))
     if recipe is not None:
@@ -106,7 +106,7 @@ def _of_run(
             path / "checkpoints", lambda at, manifest: check_own(path, at, manifest)
         )
         if chosen is not None and (step := read_manifest(chosen).step) > saved:
-            return Source(job, batch, chosen / COPY, step, chosen)
+            return PredictSource(job, batch, chosen / COPY, step, chosen)
         if saved < 0:
             raise CheckpointError(refused[0])
     if saved < 0:
@@ -114,7 +114,7 @@ def _of_run(
             f"{path} has no model yet: the run is {run.outcome}, and has kept no checkpoint."
         )
     check_hash(model, required=True)
-    return Source(job, batch, model)
+    return PredictSource(job, batch, model)
 
 
 def _job_of(
@@ -150,7 +150,7 @@ def _job_of(
 
 def begin(
     folder: Predictions,
-    source: Source,
+    source: PredictSource,
     of: Path,
     data: tuple[Path, str],
     batch: int | None,
@@ -207,7 +207,7 @@ def begin(
     return plan
 
 
-def _model_of(folder: Predictions, source: Source) -> tuple[Path, int | None]:
+def _model_of(folder: Predictions, source: PredictSource) -> tuple[Path, int | None]:
     """The file that predicts, and its step; copied out of a checkpoint, which may be deleted."""
     before, copy = folder.begun(), folder.path / COPY
     if before is not None and before.model != str(copy):

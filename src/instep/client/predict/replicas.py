@@ -21,7 +21,7 @@ from instep.system.processes import Watched
 
 
 @dataclass(eq=False)
-class Process:
+class PredictProcess:
     """A process that predicts."""
 
     number: int
@@ -54,7 +54,7 @@ class Process:
         self.system.signal(signal.SIGKILL)
 
 
-class Replica:
+class PredictReplica:
     """The processes that share one model.
 
     Args:
@@ -68,7 +68,7 @@ class Replica:
         """Of its processes."""
         self.restarts = 0
         """How often it was started again; processes of different starts never meet."""
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, PredictProcess] = {}
         self.turns: deque[list[int]] = deque()
         """Batches that it was given: each turn as long as one of its batches has no part."""
         self._left: set[int] = set()
@@ -107,7 +107,7 @@ class Replica:
         self._left.clear()
         return left
 
-    def batch_of(self, process: Process) -> int:
+    def batch_of(self, process: PredictProcess) -> int:
         """The batch that one of its processes is at; `START` before it has one."""
         if not process.ready or not self.turns:
             return START
@@ -115,7 +115,7 @@ class Replica:
         own = (turn[place % len(turn)] for turn in self.turns)
         return next((batch for batch in own if batch in self._left), self.turns[0][0])
 
-    def slowest(self) -> Process | None:
+    def slowest(self) -> PredictProcess | None:
         """The process that all wait for, if they have something to do.
 
         That is one that reads: the others are past that, or wait for it in the pass.

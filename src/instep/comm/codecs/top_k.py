@@ -98,7 +98,7 @@ class TopK:
             here, bits = (part.width, part.chosen, self.low), scales.view("uint16")
             add_chosen(total[part.values].numpy(), *here, bits, levels, places, weight)
 
-    def add_in_torch(self, part: Part, total: Tensor, payload: Tensor, weight: float) -> None:
+    def add_in_torch(self, part: ChunkPart, total: Tensor, payload: Tensor, weight: float) -> None:
         """The same by torch's operations."""
         scales, levels, places = part.of(payload)
         rows = total[part.values].view(-1, part.width)
@@ -107,7 +107,7 @@ class TopK:
         rows.scatter_add_(1, where, (weight * levels.float()).view_as(where) * scale)
         rows.masked_fill_(scale.isnan(), torch.nan)
 
-    def coded(self, rows: Tensor) -> Coded:
+    def coded(self, rows: Tensor) -> CodedChunks:
         """Of chunks of one width [chunks, width] float32."""
         count = self.chosen(rows.shape[1])
         magnitudes = rows.view(torch.int32) & MAGNITUDE
@@ -122,9 +122,9 @@ class TopK:
         levels = torch.round(chosen / scales).clamp_(-TOP, TOP).masked_fill_(broken, 0.0)
         left = rows.scatter(1, places, chosen - levels * scales).masked_fill_(broken, 0.0)
         scales.masked_fill_(broken, torch.nan)
-        return Coded(scales.flatten().bfloat16(), levels.to(torch.int8), places, left)
+        return CodedChunks(scales.flatten().bfloat16(), levels.to(torch.int8), places, left)
 
-    def _parts(self, count: int) -> Iterator[Part]:
+    def _parts(self, count: int) -> Iterator[ChunkPart]:
         """All whole chunks, then a shorter one."""
         whole, rest = divmod(count, CUT)
         at = 0
@@ -132,12 +132,12 @@ class TopK:
             if chunks and width:
                 chosen = self.chosen(width)
                 place_bytes = sum(bytes_of(chosen, width, self.low))
-                part = Part(first, chunks, width, chosen, place_bytes, at)
+                part = ChunkPart(first, chunks, width, chosen, place_bytes, at)
                 at += part.bytes
                 yield part
 
 
-class Coded(NamedTuple):
+class CodedChunks(NamedTuple):
     """What is sent of some chunks of one width, and what is left."""
 
     scales: Tensor
@@ -150,7 +150,7 @@ class Coded(NamedTuple):
     """[chunks, width] float32"""
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """Chunks of one width: which values they are, and where their bytes lie."""
 
     first: int

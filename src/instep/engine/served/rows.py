@@ -21,7 +21,7 @@ from instep.engine.beside import beside
 from instep.engine.served.written import kept_as, taken
 from instep.engine.update import options_of
 from instep.errors import InstepError, RecipeError
-from instep.parallel.embeddings import Table
+from instep.parallel.embeddings import EmbeddingTable
 from instep.recipe.optimizers.combined import name_of_part
 from instep.recipe.optimizers.made_up import STEPS, MadeUp, fitting, tried
 from instep.system.causes import sentence
@@ -42,7 +42,7 @@ class RowUpdate:
         RecipeError: the optimizer has no sample of a table, or is not for rows.
     """
 
-    def __init__(self, optimizer: Optimizer, tables: Sequence[Table]) -> None:
+    def __init__(self, optimizer: Optimizer, tables: Sequence[EmbeddingTable]) -> None:
         self._optimizer, self._tables = optimizer, list(tables)
         self._groups = list[int]()
         self._made = list[dict[str, Any]]()

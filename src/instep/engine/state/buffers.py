@@ -46,7 +46,7 @@ _ROUNDING = 1e-9
 """Weights that miss 1 by less are whole; times an infinite old value, it would not be nothing."""
 
 
-class Layout(NamedTuple):
+class BufferLayout(NamedTuple):
     """What a pass made of a buffer, but for its values."""
 
     dtype: torch.dtype
@@ -108,7 +108,7 @@ class Buffers:
         self._committed = [None if b is None else b.detach().clone() for b in self._live]
         self._versions = [-1 if b is None else b._version for b in self._live]
         self._proposed: dict[int, dict[int, tuple[float, Tensor]]] = {}  # buffer, row
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, BufferLayout] = {}
         """Of the buffers to which the passes of this step gave another shape."""
         self._agreed: _Agreed | None = None  # staged until `apply`
         self._uncounted: set[int] = set()
@@ -249,13 +249,13 @@ class Buffers:
         Raises:
             RecipeError: another pass of the step gave it another one.
         """
-        committed, given = self._committed[index], Layout(now.dtype, tuple(now.shape))
+        committed, given = self._committed[index], BufferLayout(now.dtype, tuple(now.shape))
         known = self._layouts.get(index)
         if known is None and committed is not None:
             if committed.shape == now.shape:
                 return
             if index in self._proposed:
-                known = Layout(committed.dtype, tuple(committed.shape))
+                known = BufferLayout(committed.dtype, tuple(committed.shape))
         if known is not None and known.shape != given.shape:
             raise unequal(*self._owners[index], [known.shape, given.shape])
         self._layouts[index] = known or given
@@ -343,7 +343,7 @@ class Buffers:
         self._layouts.clear()
         self._agreed = _Agreed(moved, mean, layouts)
 
-    def _shape_of(self, index: int, layouts: Mapping[int, Layout]) -> torch.Size:
+    def _shape_of(self, index: int, layouts: Mapping[int, BufferLayout]) -> torch.Size:
         committed = self._committed[index]
         if index in layouts or committed is None:
             return torch.Size(layouts[index].shape)
@@ -351,7 +351,7 @@ class Buffers:
 
     def _agree_on_layouts(
         self, reshaped: list[int], comm: Comm, device: torch.device
-    ) -> dict[int, Layout]:
+    ) -> dict[int, BufferLayout]:
         """What passes made of the buffers to which some rank's gave another shape.
 
         Raises:
@@ -382,7 +382,7 @@ class Buffers:
             self._give(*agreed)
 
     @torch.no_grad()
-    def _give(self, moved: list[int], flat: Tensor, layouts: dict[int, Layout]) -> None:
+    def _give(self, moved: list[int], flat: Tensor, layouts: dict[int, BufferLayout]) -> None:
         at = 0
         for index in moved:
             shape, committed = self._shape_of(index, layouts), self._committed[index]
@@ -406,26 +406,26 @@ class Buffers:
 class _Agreed(NamedTuple):
     moved: list[int]
     mean: Tensor
-    layouts: dict[int, Layout]
+    layouts: dict[int, BufferLayout]
 
 
 def _like_statistics(live: Tensor | None) -> bool:
     return live is not None and live.dim() == 1 and live.is_floating_point()
 
 
-def _coded(layout: Layout | None, committed: Tensor | None) -> list[int]:
+def _coded(layout: BufferLayout | None, committed: Tensor | None) -> list[int]:
     """The layout that this rank's passes gave a buffer, as numbers: dimensions come after
     their count, so that all are zero where there was no pass."""
     if layout is None:
         assert committed is not None, "else it has another shape"
-        layout = Layout(committed.dtype, tuple(committed.shape))
+        layout = BufferLayout(committed.dtype, tuple(committed.shape))
     dims = len(layout.shape)
     return [1 + _DTYPES.index(layout.dtype), dims, *layout.shape, *[0] * (_DIMS - dims)]
 
 
-def _layout(coded: list[int]) -> Layout:
+def _layout(coded: list[int]) -> BufferLayout:
     dtype, dims, *shape = coded
-    return Layout(_DTYPES[dtype - 1], tuple(shape[:dims]))
+    return BufferLayout(_DTYPES[dtype - 1], tuple(shape[:dims]))
 
 
 def reshaped(

@@ -47,7 +47,7 @@ STRATEGY = "strategy"
 """Begins the name of the group of tensors that a strategy remembers."""
 
 
-class Progress(NamedTuple):
+class CommitProgress(NamedTuple):
     """The counters that a commit moves."""
 
     step: int = 0
@@ -89,7 +89,7 @@ class Remembers(Protocol):
 
 
 def capture(
-    progress: Progress,
+    progress: CommitProgress,
     model: nn.Module,
     turns: Sequence[Moved],
     *,
@@ -177,7 +177,7 @@ def restore(
     turns: Sequence[Moved],
     *,
     rank: MeshRank | None = None,
-) -> Progress:
+) -> CommitProgress:
     """Give model, optimizer, scheduler, scaler and strategy the state of a snapshot.
 
     Args:
@@ -225,7 +225,7 @@ def restore(
     for each in turns:
         each.strategy.load_state(tensors.get(f"{STRATEGY}{_of(each)}", {}))
     done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()
-    return Progress(snapshot.step, facts.get("course", 0), loss, samples, done)
+    return CommitProgress(snapshot.step, facts.get("course", 0), loss, samples, done)
 
 
 def _restore_update(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from instep.errors import PeerError
 
 
-class Place(NamedTuple):
+class HeldCommit(NamedTuple):
     """What one member holds."""
 
     course: int
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     have too, and does not know whether they know; -1 where there is none."""
 
 
-NOWHERE = Place(-1, -1, -1, -1, -1, told=False, ends=False)
+NOWHERE = HeldCommit(-1, -1, -1, -1, -1, told=False, ends=False)
 """A member that is new to the run."""
 
 
@@ -83,7 +83,7 @@ class Beginning(NamedTuple):
         return self._replace(root=own[0], shared=len(own) < members // ranks)
 
 
-def beginning(places: Sequence[Place]) -> Beginning:
+def beginning(places: Sequence[HeldCommit]) -> Beginning:
     """From which commit a generation continues.
 
     Args:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.engine.state.average import Average
-from instep.engine.state.capture import Moved, Progress, capture, read_checkpoint, restore
-from instep.engine.state.catch_up import NOWHERE, Beginning, Place, beginning
+from instep.engine.state.capture import CommitProgress, Moved, capture, read_checkpoint, restore
+from instep.engine.state.catch_up import NOWHERE, Beginning, HeldCommit, beginning
 from instep.engine.trial_result import Trial
 from instep.recipe.optimizers.two_points import TwoPoints
 from instep.records import Attempt
@@ -70,7 +70,7 @@ class CommittedState:
         self._device = next(model.parameters()).device
         self.trial: Trial | None = None
         """Whether cutting a batch changes the result; a newcomer is given it by its peers."""
-        self.progress = Progress()
+        self.progress = CommitProgress()
         self.last: Commit | None = None
         """Of this session; None before its first step."""
         self.rows: Sequence[tuple[int, ...]] = ()
@@ -163,7 +163,7 @@ class CommittedState:
             CheckpointError: it cannot be read, or is of another model or optimizer.
         """
         snapshot = read_checkpoint(checkpoint, self._model, self._turns, rank=self._rank, lent=lent)
-        self.progress, self.own = Progress(), {}
+        self.progress, self.own = CommitProgress(), {}
         if snapshot is not None:
             self.restore(snapshot, checkpoint)
             self.own = snapshot.tensors.get("own", {})
@@ -214,7 +214,7 @@ class CommittedState:
         mine, last = NOWHERE, self.last
         if self.held:
             told, ends = (last.told, last.ends) if last else (self.ended, self.ended)
-            mine = Place(
+            mine = HeldCommit(
                 self.progress.course,
                 self.number,
                 prepared,
@@ -228,7 +228,7 @@ class CommittedState:
         table = torch.zeros(comm.size, len(mine), dtype=torch.int64, device=self._device)
         table[comm.rank] = torch.tensor(mine)
         comm.all_reduce(table).wait()
-        there = beginning([Place(*row) for row in table.tolist()])
+        there = beginning([HeldCommit(*row) for row in table.tolist()])
         if there.generation >= 0:
             self._made[there.generation] = there.course, there.number
         return there

@@ -21,19 +21,19 @@ from instep.engine.beside import put_back
 from instep.engine.served.written import kept_as, taken
 from instep.errors import CheckpointError, RecipeError
 from instep.parallel.host_state import placed
-from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
+from instep.state.boxes import BoxCut, MeshRank, cut_of, local, primary
 from instep.state.pieces import Pieces
 from instep.words import listed
 
 
-class Parts(NamedTuple):
+class StateParts(NamedTuple):
     """What one rank has."""
 
     own: dict[str, Tensor]
     """What this rank writes to a checkpoint."""
     copies: dict[str, Tensor]
     """What another rank of the replica writes."""
-    cuts: dict[str, Cut]
+    cuts: dict[str, BoxCut]
     """Of those that are not whole."""
 
 
@@ -90,7 +90,7 @@ def captured_parts(
     optimizers: Mapping[str, Optimizer],
     module: nn.Module,
     rank: MeshRank,
-) -> Parts:
+) -> StateParts:
     """The tensors of a rank, in their own memory, by their names in the whole model.
 
     Args:
@@ -104,9 +104,9 @@ def captured_parts(
         CheckpointError: a tensor of the model is split in another way than into boxes.
         RecipeError: as `kept_tensors`.
     """
-    parts = Parts({}, {}, {})
+    parts = StateParts({}, {}, {})
 
-    def add(name: str, tensor: Tensor, cut: Cut | None, writes: bool) -> None:
+    def add(name: str, tensor: Tensor, cut: BoxCut | None, writes: bool) -> None:
         (parts.own if writes else parts.copies)[name] = local(tensor)
         if cut is not None:
             parts.cuts[name] = cut
@@ -125,7 +125,7 @@ def captured_parts(
 
 def kept_tensors(
     optimizer: Optimizer, model: nn.Module
-) -> Iterator[tuple[str, nn.Parameter, str, Tensor, Cut | None]]:
+) -> Iterator[tuple[str, nn.Parameter, str, Tensor, BoxCut | None]]:
     """What an optimizer keeps: its parameter, by name too, its own name, and which part it is.
 
     Raises:
@@ -155,7 +155,7 @@ def rank_state(
     remembered: Mapping[str, Mapping[str, Tensor]],
     model: nn.Module,
     rank: MeshRank,
-) -> tuple[dict[str, Tensor], dict[str, Cut]]:
+) -> tuple[dict[str, Tensor], dict[str, BoxCut]]:
     """What a rank writes to a checkpoint beside model and optimizer, and which parts they are.
 
     Args:
@@ -166,7 +166,7 @@ def rank_state(
         rank: which one this is.
     """
     parameters = dict(model.named_parameters())
-    tensors, cuts = dict[str, Tensor](), dict[str, Cut]()
+    tensors, cuts = dict[str, Tensor](), dict[str, BoxCut]()
     for name, tensor in own.items():
         parameter = parameters[name.split("/", 1)[1]]
         if primary(parameter, rank):

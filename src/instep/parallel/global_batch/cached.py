@@ -29,7 +29,7 @@ BatchLoss = Callable[[nn.Module, Any, Any], Tensor]
 """From the model, and embeddings and targets of the whole global batch, to a loss."""
 
 
-class _Part(NamedTuple):
+class _EmbeddedPart(NamedTuple):
     value: tuple[Any, Any]
     """Embeddings and targets, nested as in the recipe."""
     leaves: list[Tensor]
@@ -63,7 +63,7 @@ class CachedGradients:
     ) -> None:
         self._model, self._embed, self._batch_loss = model, embed, batch_loss
         self._precision, self._go_back = precision, go_back or torch.autograd.backward
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _EmbeddedPart] = {}
         self._places: dict[int, tuple[int, int]] = {}  # of each micro-batch, rows [first, stop)
         self._gradients: list[Tensor | None] = []
         self._whole: list[Tensor] = []
@@ -92,7 +92,7 @@ class CachedGradients:
         with torch.set_grad_enabled(record), self._precision():
             self._embed(self._model, batch)
 
-    def _embedded(self, batch: Any, samples: int) -> _Part:
+    def _embedded(self, batch: Any, samples: int) -> _EmbeddedPart:
         with self._precision():
             value = self._embed(self._model, batch)
         if not isinstance(value, tuple) or len(value) != 2:
@@ -119,7 +119,7 @@ class CachedGradients:
                     f"samples: its first dimension must be the samples, {samples} of them. Two "
                     "views of each sample are a tuple of two tensors."
                 )
-        return _Part(value, tensors)
+        return _EmbeddedPart(value, tensors)
 
     def gather(self, comm: Comm, numbers: int, device: torch.device) -> None:
         """Exchange embeddings and targets with all workers.
@@ -168,7 +168,7 @@ class CachedGradients:
                 for leaf, (begin, width) in zip(part.leaves, self._regions(part), strict=True)
             ]
 
-    def _regions(self, part: _Part) -> Iterator[tuple[int, int]]:
+    def _regions(self, part: _EmbeddedPart) -> Iterator[tuple[int, int]]:
         """Where each tensor of the global batch begins, and how wide its rows are; in bytes."""
         begin = 0
         for leaf in part.leaves:

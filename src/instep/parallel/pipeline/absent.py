@@ -40,7 +40,7 @@ class NeedsValues(RecipeError):
     """Code wants the values of a tensor that only another stage has."""
 
 
-class Kind:
+class TensorKind:
     """Shape, strides and type: one object for all tensors that have the same.
 
     Args:
@@ -53,15 +53,15 @@ class Kind:
         self.meta = meta
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def kind_of(tensor: Tensor) -> TensorKind:
     """The kind of any tensor."""
     if isinstance(tensor, Absent):
         return tensor.kind
     key = tensor.shape, tensor.stride(), tensor.dtype
-    return _KINDS.get(key) or _keep(_KINDS, key, Kind(_fresh(tensor)))
+    return _KINDS.get(key) or _keep(_KINDS, key, TensorKind(_fresh(tensor)))
 
 
-_KINDS: dict[Any, Kind] = {}
+_KINDS: dict[Any, TensorKind] = {}
 
 
 class Absent(Tensor):
@@ -72,7 +72,7 @@ class Absent(Tensor):
         device: where the real one is.
     """
 
-    kind: Kind
+    kind: TensorKind
     base: Tensor
     """What it is a view of; itself if of nothing."""
     value: Tensor | None
@@ -81,7 +81,7 @@ class Absent(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, kind: Kind, device: torch.device) -> Absent:
+    def __new__(cls, kind: TensorKind, device: torch.device) -> Absent:
         meta = kind.meta
         made: Absent = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
@@ -110,7 +110,7 @@ class Absent(Tensor):
         device = given.device
         if facts.moves and kwargs and kwargs.get("device") is not None:
             device = torch.device(kwargs["device"])
-        if type(made) is not Kind:
+        if type(made) is not TensorKind:
             return _filled(made, device, given.base if facts.views else None)
         result = Absent(made, device)
         if facts.views:
@@ -185,7 +185,7 @@ def _written(func: Any, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, 
         if not isinstance(tensor.base, Absent):
             raise NeedsValues(f"torch's {_name(func)} changes them")
     made = _on_meta(func, args, kwargs, _fresh)
-    if len(written) == 1 and isinstance(made, Kind):
+    if len(written) == 1 and isinstance(made, TensorKind):
         if made.meta.shape != written[0].shape:
             raise NeedsValues(f"torch's {_name(func)} changes their shape in place")
         return written[0]
@@ -212,7 +212,7 @@ def _filled(made: Any, device: torch.device, base: Tensor | None) -> Any:
     """Absent tensors in the place of kinds."""
     if isinstance(made, (tuple, list)):
         return type(made)(_filled(each, device, base) for each in made)
-    if not isinstance(made, Kind):
+    if not isinstance(made, TensorKind):
         return made
     result = Absent(made, device)
     result.base = result if base is None else base

@@ -14,8 +14,8 @@ from torch import Tensor
 from instep.parallel.pipeline.arrivals import Arrival, Passed
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.choose import Cuts
-from instep.parallel.pipeline.crossing import Entry, go_back
-from instep.parallel.pipeline.links import Form, Incoming, Links, form_of
+from instep.parallel.pipeline.crossing import StageEntry, go_back
+from instep.parallel.pipeline.links import Incoming, StageLinks, TensorForm, form_of
 from instep.parallel.pipeline.schedule import Action
 from instep.parallel.pipeline.stages import Runner
 from instep.parallel.pipeline.trial import total_of
@@ -44,7 +44,7 @@ class BatchInParts:
 
     def __init__(
         self,
-        links: Links,
+        links: StageLinks,
         runner: Runner,
         cuts: Cuts,
         parts: list[tuple[Any, int]],
@@ -60,9 +60,9 @@ class BatchInParts:
         self._names = list(runner.chain.blocks)
         self._first, self._stop = cuts.first, [*cuts.first[1:], len(self._names)]
         self._stages = len(cuts.first)
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._entries: dict[tuple[int, int], StageEntry] = {}
         self._graphs: dict[tuple[int, int], tuple[list[Tensor], list[Incoming]]] = {}
-        self._usual: dict[tuple[int, int], list[Form]] = {}
+        self._usual: dict[tuple[int, int], list[TensorForm]] = {}
         self._ahead: deque[Action] = deque()
         self._early: dict[tuple[int, int], list[Incoming]] = {}
         self.results: list[Any] = []
@@ -90,7 +90,7 @@ class BatchInParts:
             if not received:
                 received[:] = self._received(stage, part, arrivals)
                 self._expect_next()
-            self._entries[stage, part] = entry = Entry()
+            self._entries[stage, part] = entry = StageEntry()
             return entry.begin(received, boundary.differentiable)
 
         first, stop = self._first[stage], self._stop[stage]
@@ -112,12 +112,12 @@ class BatchInParts:
 
     # ---- messages
 
-    def _usual_of(self, stage: int, part: int) -> list[Form]:
+    def _usual_of(self, stage: int, part: int) -> list[TensorForm]:
         """What crossed the cut in front of a stage in an earlier part of the same size; both ranks
         at the cut know the same."""
         return self._usual.get((stage, self._parts[part][1]), [])
 
-    def _is_usual(self, stage: int, part: int, forms: list[Form]) -> bool:
+    def _is_usual(self, stage: int, part: int, forms: list[TensorForm]) -> bool:
         """Whether a part has what others of its size had, as the first one has."""
         return self._usual.setdefault((stage, self._parts[part][1]), forms) == forms
 
@@ -130,7 +130,7 @@ class BatchInParts:
             self._early[stage, part] = self._expect(usual, stage, part)
 
     def _expect(
-        self, forms: list[Form], stage: int, part: int, *, again: bool = False
+        self, forms: list[TensorForm], stage: int, part: int, *, again: bool = False
     ) -> list[Incoming]:
         rank = self._rank(stage - 1)
         return [

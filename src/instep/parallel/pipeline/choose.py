@@ -18,7 +18,7 @@ from instep.parallel.pipeline.crossing import Boundary
 from instep.parallel.pipeline.cuts import best_cuts
 from instep.parallel.pipeline.measure import measure
 from instep.parallel.pipeline.stages import Runner
-from instep.parallel.pipeline.trial import Trial
+from instep.parallel.pipeline.trial import StageTrial
 from instep.words import plural
 
 CHUNKS = 2
@@ -88,7 +88,7 @@ def choose(
     if stages == 1:
         return Cuts([0], [])
     parts = [(batch, samples), *others]
-    trial, *trials = [Trial(model, runner, partial(call, *part)) for part in parts]
+    trial, *trials = [StageTrial(model, runner, partial(call, *part)) for part in parts]
     if cuts:
         places = _places(names, cuts)
         if (idle := _idle(model, runner, [0, *places], ranks)) is not None:
@@ -147,7 +147,7 @@ def _nothing_to_train(rank: int, ranks: int, cuts: Iterable[str]) -> RecipeError
     )
 
 
-def _tried(trial: Trial, others: Iterable[Trial], cuts: Sequence[int]) -> list[Boundary]:
+def _tried(trial: StageTrial, others: Iterable[StageTrial], cuts: Sequence[int]) -> list[Boundary]:
     """What crosses the cuts; RecipeError if they are impossible on one of the parts."""
     boundaries = trial.run(cuts)
     for other in others:
@@ -160,7 +160,7 @@ def _tried(trial: Trial, others: Iterable[Trial], cuts: Sequence[int]) -> list[B
     return boundaries
 
 
-def _culprit(trial: Trial, cuts: Sequence[int]) -> int:
+def _culprit(trial: StageTrial, cuts: Sequence[int]) -> int:
     """The first of these cuts that is impossible by itself, or simply the first."""
     for place in cuts:
         try:

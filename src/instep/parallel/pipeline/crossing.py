@@ -51,7 +51,7 @@ class Boundary(NamedTuple):
         )
 
 
-class Entry:
+class StageEntry:
     """The begin of a stage's graph, at the tensors from the stage before.
 
     Blocks may change them in place, as they may in the whole model.
@@ -90,7 +90,7 @@ class Entry:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, entry: Entry, values: list[Tensor]) -> Any:
+    def forward(ctx: Any, token: Tensor, entry: StageEntry, values: list[Tensor]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.entry = entry
         return tuple(values)  # no inputs of this function, so they may be changed in place

@@ -1,8 +1,8 @@
 """Sets the generators that a model draws from: torch's, numpy's and Python's global ones.
 
 A model that draws nothing needs none of them set. So a generator is set only once something was
-drawn from it; `Draws` notices that, and then the pass has to be run again. Models are not known
-here.
+drawn from it; `ModelDraws` notices that, and then the pass has to be run again. Models are not
+known here.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Python:
         return random.random() != self._same.random()
 
 
-class Draws:
+class ModelDraws:
     """The global generators of this process, while one model runs."""
 
     def __init__(self) -> None:

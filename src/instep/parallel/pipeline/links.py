@@ -15,7 +15,7 @@ from torch import Tensor
 from instep.errors import PeerError
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Of a tensor that is sent."""
 
     shape: torch.Size
@@ -23,12 +23,12 @@ class Form(NamedTuple):
     device: torch.device
 
 
-def form_of(tensor: Tensor) -> Form:
+def form_of(tensor: Tensor) -> TensorForm:
     """The form of a tensor."""
-    return Form(tensor.shape, tensor.dtype, tensor.device)
+    return TensorForm(tensor.shape, tensor.dtype, tensor.device)
 
 
-class Links:
+class StageLinks:
     """One rank's end.
 
     Args:
@@ -56,7 +56,7 @@ class Links:
         self._sending = [each for each in self._sending if not each[0].is_completed()]
         self._sending.append((work, tensor))
 
-    def expect(self, like: Tensor | Form, rank: int, tag: int) -> Incoming:
+    def expect(self, like: Tensor | TensorForm, rank: int, tag: int) -> Incoming:
         """Begin to receive a tensor that has the shape, type and device of `like`."""
         if rank == self.rank:
             return Incoming(None, None, self._own, tag)

@@ -51,7 +51,7 @@ def measure(
         also with what is before it.
     """
     before = [(p, p.grad) for p in model.parameters()]
-    watch = _Watch(chain, clock)
+    watch = _BlockTimes(chain, clock)
     try:
         watch.one_pass(call, batch, samples)  # the first pass allocates
         rounds: list[list[float]] = []
@@ -65,7 +65,7 @@ def measure(
     return [_low(list(one)) for one in zip(*rounds, strict=True)]
 
 
-class _Watch:
+class _BlockTimes:
     """Notes the time wherever a block begins, in both directions."""
 
     def __init__(self, chain: Chain, clock: Callable[[], float]) -> None:

@@ -20,7 +20,7 @@ from instep.comm.dtensors import local_part
 from instep.parallel.pipeline.batch import BatchInParts
 from instep.parallel.pipeline.blocks import Call, find
 from instep.parallel.pipeline.choose import choose, stages_of
-from instep.parallel.pipeline.links import Links
+from instep.parallel.pipeline.links import StageLinks
 from instep.parallel.pipeline.parts import cut, rows_in
 from instep.parallel.pipeline.schedule import Action, orders
 from instep.parallel.pipeline.stages import Runner
@@ -69,7 +69,7 @@ class Pipeline:
         cuts: Sequence[str] = (),
     ) -> None:
         self.module, self.parts, self.schedule = model, parts, schedule
-        self._call, self._links = call, Links(group)
+        self._call, self._links = call, StageLinks(group)
         self._rows = rows_in(batch, samples)
         links = self._links
         stages = stages_of(schedule, links.size, cuts)

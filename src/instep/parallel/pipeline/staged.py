@@ -14,7 +14,7 @@ from torch import nn
 
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.pipeline import Pipeline, Total
-from instep.parallel.shard.rows import Rows
+from instep.parallel.shard.rows import ShardedRows
 from instep.parallel.slots import Slots
 
 
@@ -26,7 +26,7 @@ class Staged:
         rows: what shares out the rank's parameters, if anything does.
     """
 
-    def __init__(self, pipeline: Pipeline, rows: Rows | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, rows: ShardedRows | None = None) -> None:
         self._pipeline, self._rows, model = pipeline, rows, pipeline.module
         self._held = [p for _, p in model.named_parameters()]
         self.slots = Slots(self._held)

@@ -36,7 +36,7 @@ from instep.parallel.pipeline.absent import (
 from instep.parallel.pipeline.arrivals import Arrival, Passed, Receive, StageDone, StagePass
 from instep.parallel.pipeline.blocks import Chain
 from instep.parallel.pipeline.calls import intercepted
-from instep.parallel.pipeline.draws import Draws, Key, seed
+from instep.parallel.pipeline.draws import Key, ModelDraws, seed
 
 
 class Runner:
@@ -69,7 +69,7 @@ class Runner:
         self._classes = {
             module: type(module) for block in chain.blocks.values() for module in block.modules()
         }
-        self._draws = Draws()
+        self._draws = ModelDraws()
         self._pass: StagePass | None = None
         self.examined = False
         """Whether the trial is over: every process then knows the same of each block."""

@@ -21,8 +21,8 @@ from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.pipeline.absent import Absent
 from instep.parallel.pipeline.arrivals import Arrival, Passed, Receive
 from instep.parallel.pipeline.blocks import Call
-from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
-from instep.parallel.pipeline.draws import Draws
+from instep.parallel.pipeline.crossing import Boundary, StageEntry, go_back
+from instep.parallel.pipeline.draws import ModelDraws
 from instep.parallel.pipeline.parts import cut
 from instep.parallel.pipeline.stages import Runner
 
@@ -33,7 +33,7 @@ _PARTS = 1e-4
 In 16 bits it may be twice their rounding."""
 
 
-class Trial:
+class StageTrial:
     """One batch through the whole model, and then through stages.
 
     Args:
@@ -59,7 +59,7 @@ class Trial:
         """
         runner = self._runner
         stages = list(pairwise([0, *cuts, len(self._names)]))
-        begins: dict[int, tuple[Boundary, Entry]] = {}
+        begins: dict[int, tuple[Boundary, StageEntry]] = {}
         passes: list[Passed] = []
         with runner.ready(), self._own_gradients():
             for first, stop in stages:
@@ -74,7 +74,7 @@ class Trial:
                         tuple(arrival.place for arrival in arrivals),
                         tuple(tensor.requires_grad for tensor in found),
                     )
-                    entry = Entry()
+                    entry = StageEntry()
                     begins[first] = boundary, entry
                     return entry.begin(found, boundary.differentiable)
 
@@ -147,7 +147,7 @@ def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        draws = Draws()
+        draws = ModelDraws()
         draws.watch(_KEY[0])
         whole = [call(batch, samples)]
         if draws.more():

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.parallel.nested import on_tensors, tensors_in
-from instep.parallel.shard.lockstep import Lockstep, Unit
+from instep.parallel.shard.lockstep import CollectiveCheck, ShardUnit
 
 
 class BlockOrder:
@@ -41,9 +41,9 @@ class BlockOrder:
 
     def __init__(
         self,
-        lockstep: Lockstep,
-        blocks: Sequence[tuple[Unit, nn.Module]],
-        end: Unit,
+        lockstep: CollectiveCheck,
+        blocks: Sequence[tuple[ShardUnit, nn.Module]],
+        end: ShardUnit,
         device: torch.device,
     ) -> None:
         self._lockstep, self._end, self._device = lockstep, end, device
@@ -68,7 +68,7 @@ class BlockOrder:
         self._wait_for(self._end)
         return _plus(answer, self._nothing)
 
-    def _before(self, unit: Unit) -> Callable[[nn.Module, Any, Any], Any]:
+    def _before(self, unit: ShardUnit) -> Callable[[nn.Module, Any, Any], Any]:
         def before(block: nn.Module, arguments: Any, named: Any) -> Any:
             if not unit.counting or self._busy:
                 return None
@@ -84,7 +84,7 @@ class BlockOrder:
         """The same, with a backward pass that goes on to the number."""
         return _behind(tensor, self._nothing) if tensor.is_floating_point() else tensor
 
-    def _after(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
+    def _after(self, unit: ShardUnit) -> Callable[[nn.Module, Any, Any], None]:
         def after(block: nn.Module, arguments: Any, output: Any) -> None:
             if unit.counting and not self._busy and torch.is_grad_enabled():
                 returned = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -92,12 +92,12 @@ class BlockOrder:
 
         return after
 
-    def _wait_for(self, unit: Unit) -> None:
+    def _wait_for(self, unit: ShardUnit) -> None:
         """Run what comes before a unit on other ranks, until it is next on all."""
         while (following := self._next(unit)) != unit.number:
             self._leave_out(self._blocks[following])
 
-    def _next(self, unit: Unit) -> int:
+    def _next(self, unit: ShardUnit) -> int:
         """The block that all ranks run next, where this one is about to run `unit`."""
         wanted = self._lockstep.ask(unit) - {self._end.number}
         if not wanted:

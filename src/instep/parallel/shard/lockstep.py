@@ -25,7 +25,7 @@ _BITS = 62
 """Parameters in one int64."""
 
 
-class Unit:
+class ShardUnit:
     """Parameters that are gathered, and whose gradients are summed, together.
 
     Args:
@@ -64,7 +64,7 @@ class Unit:
         self.inside -= 1
 
 
-class Lockstep:
+class CollectiveCheck:
     """A few integers that go along with each collective of a group.
 
     Args:
@@ -72,14 +72,14 @@ class Lockstep:
         units: all of them, in order.
     """
 
-    def __init__(self, group: ProcessGroup, units: Sequence[Unit]) -> None:
+    def __init__(self, group: ProcessGroup, units: Sequence[ShardUnit]) -> None:
         self.group, self._units = group, units
         self.counts = True
         """Whether this rank's gradients are added; in a pass without samples they are not."""
         most = max((len(unit.used) for unit in units), default=0)
         self._words = 1 + -(-most // _BITS)
 
-    def begin(self, unit: Unit, doing: int) -> _Check:
+    def begin(self, unit: ShardUnit, doing: int) -> _CheckedWork:
         """Send what this rank does; `end` of what is returned compares it with the others."""
         words = [tag_of(unit, doing)]
         for first in range(0, _BITS * (self._words - 1), _BITS):
@@ -88,16 +88,16 @@ class Lockstep:
         own = torch.tensor(words)
         every = torch.empty(self.group.size() * len(words), dtype=torch.int64)
         work = all_gather(self.group, every, own)
-        return _Check(work, every.view(-1, len(words)), unit, doing, self._units)
+        return _CheckedWork(work, every.view(-1, len(words)), unit, doing, self._units)
 
-    def ask(self, unit: Unit) -> set[int]:
+    def ask(self, unit: ShardUnit) -> set[int]:
         """The numbers of the units that the ranks are about to run; this one `unit`."""
         return self.begin(unit, RUN).end()
 
 
-class _Check:
+class _CheckedWork:
     def __init__(
-        self, work: Any, every: Tensor, unit: Unit, doing: int, units: Sequence[Unit]
+        self, work: Any, every: Tensor, unit: ShardUnit, doing: int, units: Sequence[ShardUnit]
     ) -> None:
         self._work, self._every, self._unit, self._doing = work, every, unit, doing
         self._units = units
@@ -133,21 +133,21 @@ class _Check:
         return {number for number, _ in every}
 
 
-def tag_of(unit: Unit, doing: int) -> int:
+def tag_of(unit: ShardUnit, doing: int) -> int:
     """A number for what is done with a unit; 0 for none."""
     return 1 + unit.number * len(_DOING) + doing
 
 
-class Gather:
+class CheckedGather:
     """FSDP2's all-gather (its hook `set_custom_all_gather`), checked.
 
     Args:
         lockstep: of the ranks.
         unit: whose parameters.
-        asked: whether `Lockstep.ask` came first in a forward pass.
+        asked: whether `CollectiveCheck.ask` came first in a forward pass.
     """
 
-    def __init__(self, lockstep: Lockstep, unit: Unit, *, asked: bool) -> None:
+    def __init__(self, lockstep: CollectiveCheck, unit: ShardUnit, *, asked: bool) -> None:
         self._lockstep, self._unit, self._asked = lockstep, unit, asked
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -176,7 +176,7 @@ class Gather:
 class ReduceScatter:
     """FSDP2's reduce-scatter (`set_custom_reduce_scatter`): a sum in rank order, checked."""
 
-    def __init__(self, lockstep: Lockstep, unit: Unit) -> None:
+    def __init__(self, lockstep: CollectiveCheck, unit: ShardUnit) -> None:
         self._lockstep, self._unit = lockstep, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from instep.parallel.shard.shardable import unshardable
 from instep.parallel.shard.whole_sums import sum_gradients
 
 
-class Rows:
+class ShardedRows:
     """Shares out what this rank has of a model, in place: parameters become DTensors, same names.
 
     Parameters without dimensions and those of sparse gradients stay whole on every rank.

@@ -29,10 +29,10 @@ from instep.parallel.shard.block_order import BlockOrder
 from instep.parallel.shard.lockstep import (
     END,
     SUM,
-    Gather,
-    Lockstep,
+    CheckedGather,
+    CollectiveCheck,
     ReduceScatter,
-    Unit,
+    ShardUnit,
 )
 from instep.parallel.shard.shardable import owners_of, unshardable
 from instep.parallel.shard.whole_sums import sum_gradients
@@ -87,10 +87,10 @@ class Sharded:
         for parameter in model.parameters():
             if parameter not in whole and not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        self._root = _Pass(model, {p: n for p, n in names.items() if owners[p] == ""})
+        self._root = _RootPass(model, {p: n for p, n in names.items() if owners[p] == ""})
         modules: dict[str, nn.Module] = {**blocks, "": self._root}
         self._units = [
-            Unit(number, name or "(the rest of the model)", 0)
+            ShardUnit(number, name or "(the rest of the model)", 0)
             for number, name in enumerate(modules)
         ]
         units = dict(zip(modules, self._units, strict=True))
@@ -120,10 +120,10 @@ class Sharded:
         for name, module in modules.items():
             trained = [n for n in held[name] if self._by_name[n].requires_grad]
             self._trained.append(self._watched(module, units[name], trained, block=bool(name)))
-        self._whole_unit = Unit(len(self._units), "(parameters kept whole)", len(self._whole))
+        self._whole_unit = ShardUnit(len(self._units), "(parameters kept whole)", len(self._whole))
         self._units.append(self._whole_unit)
         self._trained.append(self._whole)
-        self._lockstep = Lockstep(self._group, self._units)
+        self._lockstep = CollectiveCheck(self._group, self._units)
         self._order = BlockOrder(
             self._lockstep,
             [(units[name], block) for name, block in blocks.items()],
@@ -134,7 +134,7 @@ class Sharded:
             _communicate(module, self._lockstep, units[name], asked=bool(name))
 
     def _watched(
-        self, module: nn.Module, unit: Unit, trained: list[str], *, block: bool
+        self, module: nn.Module, unit: ShardUnit, trained: list[str], *, block: bool
     ) -> list[nn.Parameter]:
         """The parameters of a unit that are trained, with hooks that note how it is used."""
         unit.used = [False] * len(trained)
@@ -196,7 +196,7 @@ class Sharded:
                 parameter.grad = total
             self._tell(self._whole_unit, self._whole)
 
-    def _summed(self, unit: Unit, place: int) -> Callable[[Tensor], None]:
+    def _summed(self, unit: ShardUnit, place: int) -> Callable[[Tensor], None]:
         """FSDP2 calls this when a parameter's gradient is summed, once for each run of a block."""
 
         def told(parameter: Tensor) -> None:
@@ -205,7 +205,7 @@ class Sharded:
 
         return told
 
-    def _tell(self, unit: Unit, parameters: list[nn.Parameter]) -> None:
+    def _tell(self, unit: ShardUnit, parameters: list[nn.Parameter]) -> None:
         for parameter, used in zip(parameters, unit.used, strict=True):
             self._tell_one(parameter, used)
 
@@ -223,10 +223,12 @@ def _check_torch() -> None:
         )
 
 
-def _communicate(module: nn.Module, lockstep: Lockstep, unit: Unit, *, asked: bool) -> None:
+def _communicate(
+    module: nn.Module, lockstep: CollectiveCheck, unit: ShardUnit, *, asked: bool
+) -> None:
     """Make a module gather its parameters, and sum its gradients, in lockstep."""
     assert isinstance(module, FSDPModule)
-    gather: Any = Gather(lockstep, unit, asked=asked)
+    gather: Any = CheckedGather(lockstep, unit, asked=asked)
     scatter: Any = ReduceScatter(lockstep, unit)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
@@ -235,7 +237,7 @@ def _communicate(module: nn.Module, lockstep: Lockstep, unit: Unit, *, asked: bo
     module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-class _Pass(nn.Module):
+class _RootPass(nn.Module):
     """The root that FSDP2 sees: its forward pass is any function of the model.
 
     So a recipe may call the model's methods or parts, or read its parameters.
@@ -268,7 +270,7 @@ def _own(output: Any) -> Any:
     return output
 
 
-def _run_methods(block: nn.Module, unit: Unit) -> None:
+def _run_methods(block: nn.Module, unit: ShardUnit) -> None:
     """Have FSDP2 see the block's own methods, if others call them instead of the block.
 
     It gathers parameters only for `forward`, so for such a call the method takes its place.
@@ -304,7 +306,7 @@ _NO_RUN = ("forward", "extra_repr", "reset_parameters")
 class _Notes:
     """Notes which gathered parameters get a gradient in a pass."""
 
-    def __init__(self, unit: Unit, model: nn.Module, names: list[str]) -> None:
+    def __init__(self, unit: ShardUnit, model: nn.Module, names: list[str]) -> None:
         self._unit = unit
         self._places = [
             (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])

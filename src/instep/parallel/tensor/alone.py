@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from instep.parallel.tensor.links import Links
-from instep.parallel.tensor.masks import Draws
+from instep.parallel.tensor.masks import CutDraws
 from instep.parallel.tensor.plan import Crossing, Draw
 
 Compare = Callable[[str, Tensor, Tensor], None]
-"""Raises `Failed` if two tensors differ: what they are, the given one, the wanted one."""
+"""Raises `PlanDiffers` if two tensors differ: what they are, the given one, the wanted one."""
 
 
-class Failed(Exception):
+class PlanDiffers(Exception):
     """The plan gives something else than the whole model; the text says what, where."""
 
 
-class Record(Links):
+class RecordedLinks(Links):
     """The whole model as one rank: keeps what passes each link, call by call."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Record(Links):
 
     def _copy(self, whole: Tensor, group: str) -> Tensor:
         self.grads[group].append(None)
-        return _call(_Kept, whole, self.grads[group], len(self.grads[group]) - 1)
+        return _call(_KeptGradient, whole, self.grads[group], len(self.grads[group]) - 1)
 
     def copy_parameters(self, wholes: Sequence[Tensor]) -> Sequence[Tensor]:
         """As they are: the whole model has whole gradients."""
@@ -51,7 +51,7 @@ class Record(Links):
     def _split(self, whole: Tensor, site: str, at: Crossing) -> Tensor:
         grads = self.grads[site]
         grads.append(None)
-        return _call(_Kept, self._sum(whole, site), grads, len(grads) - 1)
+        return _call(_KeptGradient, self._sum(whole, site), grads, len(grads) - 1)
 
     def _join(self, part: Tensor, site: str, at: Crossing) -> Tensor:
         return self._split(part, site, at)
@@ -59,7 +59,7 @@ class Record(Links):
     def _sum_split(self, part: Tensor, site: str, at: Crossing) -> Tensor:
         return self._split(part, site, at)
 
-    def draws(self, region: str) -> Draws:
+    def draws(self, region: str) -> CutDraws:
         """For one call of a module: records the shapes of its draws."""
         shapes: list[torch.Size] = []
         self.shapes[region].append(shapes)
@@ -67,7 +67,7 @@ class Record(Links):
         def whole(number: int, shape: Sequence[int]) -> None:
             shapes.append(torch.Size(shape))
 
-        return Draws(whole)
+        return CutDraws(whole)
 
     def compare(self, ranks: Sequence[Alone], compare: Compare) -> None:
         """Compare the sums of what the ranks computed with what was recorded."""
@@ -94,7 +94,7 @@ class Alone(Links):
         self,
         rank: int,
         ranks: int,
-        record: Record,
+        record: RecordedLinks,
         draws: Mapping[str, Sequence[Draw | None]] | None = None,
     ) -> None:
         super().__init__(rank, ranks)
@@ -114,7 +114,7 @@ class Alone(Links):
         number = len(self.grads[group])
         known = self._record.grads[group]
         if number >= len(known):
-            raise Failed(f"the inputs of {group} are not those of the whole model")
+            raise PlanDiffers(f"the inputs of {group} are not those of the whole model")
         self.grads[group].append(torch.zeros_like(whole))
         return _call(_Given, whole, self.grads[group], number, known[number])
 
@@ -138,7 +138,7 @@ class Alone(Links):
         number = self._next(site)
         known = self._known(site, number, whole.shape)
         self._near(site, whole, known)
-        return _call(_Part, whole, self._mine(known, at), self._places(site, number, at), at)
+        return _call(_RankPart, whole, self._mine(known, at), self._places(site, number, at), at)
 
     def _join(self, part: Tensor, site: str, at: Crossing) -> Tensor:
         size = list(part.shape)
@@ -155,7 +155,7 @@ class Alone(Links):
         number = self._next(site)
         known = self._known(site, number, part.shape)
         self.values[site].append(part.detach().clone())
-        return _call(_Part, part, self._mine(known, at), self._places(site, number, at), at)
+        return _call(_RankPart, part, self._mine(known, at), self._places(site, number, at), at)
 
     def _next(self, site: str) -> int:
         self._numbers[site] += 1
@@ -170,18 +170,22 @@ class Alone(Links):
 
     def _near(self, site: str, given: Tensor, wanted: Tensor) -> None:
         if given.shape != wanted.shape:
-            raise Failed(f"{site} has shape {list(given.shape)} instead of {list(wanted.shape)}")
+            raise PlanDiffers(
+                f"{site} has shape {list(given.shape)} instead of {list(wanted.shape)}"
+            )
         largest = float(wanted.abs().max()) if wanted.numel() else 0.0
         if not torch.allclose(given, wanted, rtol=1e-5, atol=1e-6 * (1 + largest)):
-            raise Failed(f"what passes {site} differs")
+            raise PlanDiffers(f"what passes {site} differs")
 
     def _known(self, site: str, number: int, shape: torch.Size) -> Tensor:
         known = self._record.values[site]
         if number >= len(known) or known[number].shape != shape:
-            raise Failed(f"what passes {site} has not the shape that it has in the whole model")
+            raise PlanDiffers(
+                f"what passes {site} has not the shape that it has in the whole model"
+            )
         return known[number]
 
-    def draws(self, region: str) -> Draws:
+    def draws(self, region: str) -> CutDraws:
         """For one call of a module: parts of draws whose recorded shape differs from here."""
         shapes = self._record.shapes[region]
         call = self._calls[region]
@@ -191,28 +195,30 @@ class Alone(Links):
 
         def whole(number: int, shape: Sequence[int]) -> tuple[int, int, tuple[int, int]] | None:
             if call >= len(shapes) or number >= len(shapes[call]):
-                raise Failed(f"{region} draws random numbers that the whole model does not draw")
+                raise PlanDiffers(
+                    f"{region} draws random numbers that the whole model does not draw"
+                )
             wanted = shapes[call][number]
             differ = [at for at, (a, b) in enumerate(zip(shape, wanted, strict=False)) if a != b]
             if len(shape) != len(wanted) or len(differ) > 1:
-                raise Failed(f"{region} draws for shape {list(shape)}, not {list(wanted)}")
+                raise PlanDiffers(f"{region} draws for shape {list(shape)}, not {list(wanted)}")
             draw = None
             if differ:
                 known = planned[number] if number < len(planned) else None
                 of_features = known is not None and not known.stretch
                 draw = Draw(differ[0], "" if of_features else self._stretch)
                 if draw.stretch and wanted[draw.dim] != self.lengths[draw.stretch]:
-                    raise Failed(f"{region} draws for shape {list(shape)}, not {list(wanted)}")
+                    raise PlanDiffers(f"{region} draws for shape {list(shape)}, not {list(wanted)}")
             if number == len(found):
                 found.append(draw)
             if found[number] != draw:
-                raise Failed(f"{region} draws in another order from call to call")
+                raise PlanDiffers(f"{region} draws in another order from call to call")
             if draw is None:
                 return None
             size = wanted[draw.dim]
             return draw.dim, size, self.share(size) if draw.stretch else self.part(size)
 
-        return Draws(whole)
+        return CutDraws(whole)
 
     def draws_found(self) -> dict[str, tuple[Draw | None, ...]]:
         """What is cut in the draws of each region, where any is cut; and within such regions."""
@@ -226,7 +232,7 @@ class Alone(Links):
 
 def _sums(of_ranks: list[list[Tensor]]) -> list[Tensor]:
     if len({len(each) for each in of_ranks}) > 1:
-        raise Failed("ranks do not make equally many calls")
+        raise PlanDiffers("ranks do not make equally many calls")
     return [torch.stack(parts).sum(0) for parts in zip(*of_ranks, strict=True)]
 
 
@@ -239,7 +245,7 @@ Places = tuple[Alone, str, int, Tensor | None]
 """A crossing: whose, its name, the number of its call, the whole gradient there if there is one."""
 
 
-class _Kept(torch.autograd.Function):
+class _KeptGradient(torch.autograd.Function):
     """Records the gradient of a tensor."""
 
     @staticmethod
@@ -285,7 +291,7 @@ class _Answer(torch.autograd.Function):
         return grad, None, None
 
 
-class _Part(torch.autograd.Function):
+class _RankPart(torch.autograd.Function):
     """This rank's part of the whole model's value; goes back with the whole model's gradient."""
 
     @staticmethod
@@ -297,7 +303,7 @@ class _Part(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         links, site, _, known = ctx.places
         if known is None:
-            raise Failed(f"a gradient passes {site} that does not in the whole model")
+            raise PlanDiffers(f"a gradient passes {site} that does not in the whole model")
         links.seen.append((f"the gradient at {site}", grad, links._mine(known, ctx.at)))
         return known, None, None, None
 
@@ -314,7 +320,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         links, site, number, known = ctx.places
         if known is None:
-            raise Failed(f"a gradient passes {site} that does not in the whole model")
+            raise PlanDiffers(f"a gradient passes {site} that does not in the whole model")
         if ctx.at.change == "gather_sum":
             links.grads[site][number] = grad.detach().clone()
         else:

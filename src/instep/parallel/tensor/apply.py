@@ -20,7 +20,7 @@ from instep.parallel.recompute import within
 from instep.parallel.tensor.crossings import cross
 from instep.parallel.tensor.layers import cut_dims, exchange, kind_of, widths
 from instep.parallel.tensor.links import GroupLinks, Links
-from instep.parallel.tensor.masks import Draws, around, as_planned
+from instep.parallel.tensor.masks import CutDraws, around, as_planned
 from instep.parallel.tensor.plan import Plan
 
 Place = Callable[[nn.Parameter, int], nn.Parameter]
@@ -56,8 +56,8 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     install(model, plan, links, place)
     for name, draws in plan.draws.items():
         whole = as_planned(draws, links, name)
-        around(model.get_submodule(name), partial(Draws, whole))
-        within(model.get_submodule(name), partial(Draws, whole))
+        around(model.get_submodule(name), partial(CutDraws, whole))
+        within(model.get_submodule(name), partial(CutDraws, whole))
 
 
 def _of_stage(plan: Plan, model: nn.Module) -> Plan:

@@ -71,7 +71,7 @@ def exchange(module: nn.Module, name: str, cut: Cut, links: Links, width: int) -
         width: its outputs, in the whole model.
     """
     before = type(module)
-    style: Any = {"row": _Row, "vocabulary": _Vocabulary}.get(cut.style, _Column)
+    style: Any = {"row": _RowLayer, "vocabulary": _Vocabulary}.get(cut.style, _Column)
     if cut.style.startswith("column") and kind_of(module) == "embedding":
         style = _ColumnEmbedding
     module.__class__ = _with_base(style, before)
@@ -109,7 +109,7 @@ class _Column(_Cut):
         return links.gather(made, cut.group, name, width) if cut.style != "column" else made
 
 
-class _Row(_Cut):
+class _RowLayer(_Cut):
     def forward(self, values: Tensor) -> Tensor:
         name, cut, links, _ = self._tensor_cut
         made = links.sum(F.linear(values, self._matrix()), cut.group, name)

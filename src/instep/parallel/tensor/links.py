@@ -156,7 +156,7 @@ class GroupLinks(Links):
         return _call(_Copy, whole, self)
 
     def _sum(self, part: Tensor, site: str) -> Tensor:
-        return _call(_Sum, part, self)
+        return _call(_GroupSum, part, self)
 
     def _gather(self, part: Tensor, site: str, width: int) -> Tensor:
         return _call(_Gather, part, self, width)
@@ -269,7 +269,7 @@ class _CopyAll(torch.autograd.Function):
         )
 
 
-class _Sum(torch.autograd.Function):
+class _GroupSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, links: GroupLinks) -> Tensor:
         made = links.all_reduce(part.detach())  # fresh from a product that does not keep it

@@ -25,10 +25,10 @@ Whole = Callable[[int, Sequence[int]], tuple[int, int, tuple[int, int]] | None]
 """From the number of a draw and its shape here: the dimension that is cut, its whole size, and this
 rank's part of it, [first, stop)."""
 
-_innermost: list[Draws] = []
+_innermost: list[CutDraws] = []
 
 
-class Draws(TorchDispatchMode):
+class CutDraws(TorchDispatchMode):
     """In this context, one call of a module, draws on cut activations are parts of whole draws.
 
     Args:
@@ -39,7 +39,7 @@ class Draws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._whole, self._number = whole, 0
 
-    def __enter__(self) -> Draws:
+    def __enter__(self) -> CutDraws:
         _innermost.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -102,8 +102,8 @@ def _widened(like: Tensor, dim: int, size: int) -> Tensor:
     return made.permute([order.index(each) for each in range(like.dim())])
 
 
-def around(module: nn.Module, make: Callable[[], Draws]) -> Callable[[], None]:
-    """Have each call of a module run within new `Draws`; returns what undoes it.
+def around(module: nn.Module, make: Callable[[], CutDraws]) -> Callable[[], None]:
+    """Have each call of a module run within new `CutDraws`; returns what undoes it.
 
     It is the module's `forward` that changes: a block that runs again in the backward pass, as
     `recompute.py` has it, then draws as it did.
@@ -124,7 +124,7 @@ def around(module: nn.Module, make: Callable[[], Draws]) -> Callable[[], None]:
 def _within(
     module: nn.Module,
     own: Callable[..., Any] | None,
-    make: Callable[[], Draws],
+    make: Callable[[], CutDraws],
     *arguments: Any,
     **options: Any,
 ) -> Any:

@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 
 from instep.errors import RecipeError, SpecError
-from instep.parallel.tensor.alone import Failed
+from instep.parallel.tensor.alone import PlanDiffers
 from instep.parallel.tensor.flow import END, Flow, container, observe
 from instep.parallel.tensor.layers import cut_dims, kind_of, widths
 from instep.parallel.tensor.plan import Cut, Plan, Style, numberless, styles_of
 from instep.parallel.tensor.sequence import split_sequence
-from instep.parallel.tensor.trial import ComputeLoss, Trial
+from instep.parallel.tensor.trial import ComputeLoss, PlanTrial
 
 SMALL = 8
 """A layer alone with less than the largest's weights over this stays whole."""
@@ -64,13 +64,13 @@ def find_plan(
         RecipeError: the model cut by the table computes something else; or the sequence is to be
             split, and no list of blocks allows it.
     """
-    search = _Search(Trial(model, compute_loss, batch, ranks, whole))
+    search = _Search(PlanTrial(model, compute_loss, batch, ranks, whole))
     plan = search.plan(table)
     return split_sequence(plan, search.trial, search.layers, search.flow) if sequence else plan
 
 
 class _Search:
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: PlanTrial) -> None:
         self.trial, self.ranks, self.model = trial, trial.ranks, trial.model
         self.layers = {name: each for name, each in self.model.named_modules() if kind_of(each)}
         self.flow: Flow = observe(self.layers, self.trial.run)
@@ -194,13 +194,13 @@ class _Search:
                 taken.append(group)
         if not taken:
             return plan
-        failure: Failed | None = None
+        failure: PlanDiffers | None = None
         for edits in self._edits(taken):
             tried = replace(plan, cuts=cuts)
             tried = replace(tried, edits={**plan.edits, **self._slow_paths(tried), **edits})
             try:
                 found = self.trial.check(tried)
-            except Failed as failed:
+            except PlanDiffers as failed:
                 failure = failure or failed
                 continue
             return replace(tried, summed=found.summed, draws=found.draws)

@@ -22,12 +22,12 @@ from instep.errors import RecipeError
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.nested import tensors_in
 from instep.parallel.tensor import calls
-from instep.parallel.tensor.alone import Failed
+from instep.parallel.tensor.alone import PlanDiffers
 from instep.parallel.tensor.calls import Call, Cuts
 from instep.parallel.tensor.flow import Flow
 from instep.parallel.tensor.links import Links
 from instep.parallel.tensor.plan import Change, Crossing, Plan
-from instep.parallel.tensor.trial import Trial
+from instep.parallel.tensor.trial import PlanTrial
 
 Borders = dict[str, tuple[Crossing, ...]]
 
@@ -36,7 +36,9 @@ class _Unsplit(Exception):
     """A stretch cannot be split; the text says why."""
 
 
-def split_sequence(plan: Plan, trial: Trial, layers: Mapping[str, nn.Module], flow: Flow) -> Plan:
+def split_sequence(
+    plan: Plan, trial: PlanTrial, layers: Mapping[str, nn.Module], flow: Flow
+) -> Plan:
     """The plan with the sequence split in each list of blocks that allows it.
 
     Args:
@@ -48,7 +50,7 @@ def split_sequence(plan: Plan, trial: Trial, layers: Mapping[str, nn.Module], fl
     Raises:
         RecipeError: no list of blocks allows it.
     """
-    return _Split(plan, trial, layers, flow).plan()
+    return _SequenceSplit(plan, trial, layers, flow).plan()
 
 
 @dataclass
@@ -86,9 +88,9 @@ class _Inside:
     """Modules that give something else for a part of their inputs."""
 
 
-class _Split:
+class _SequenceSplit:
     def __init__(
-        self, plan: Plan, trial: Trial, layers: Mapping[str, nn.Module], flow: Flow
+        self, plan: Plan, trial: PlanTrial, layers: Mapping[str, nn.Module], flow: Flow
     ) -> None:
         self.start, self.trial, self.flow = plan, trial, flow
         self.layers = layers
@@ -133,14 +135,14 @@ class _Split:
     def _with(self, plan: Plan, stretch: _Stretch) -> Plan:
         """The plan with one more stretch split."""
         self._follow(stretch)
-        failure: Failed | None = None
+        failure: PlanDiffers | None = None
         for borders in self._candidates(stretch):
             if any(name in plan.sequence for name in borders):
                 continue
             try:
                 tried = replace(plan, sequence={**plan.sequence, **borders})
                 found = self.trial.check(tried)
-            except Failed as failed:
+            except PlanDiffers as failed:
                 failure = failed
                 continue
             return replace(tried, summed=found.summed, draws=found.draws)

@@ -26,10 +26,10 @@ from instep.errors import RecipeError, one_line
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.copies import copied
 from instep.parallel.nested import on_tensors, tensors_in
-from instep.parallel.tensor.alone import Alone, Failed, Record
+from instep.parallel.tensor.alone import Alone, PlanDiffers, RecordedLinks
 from instep.parallel.tensor.apply import install
 from instep.parallel.tensor.flow import called_modules, container
-from instep.parallel.tensor.masks import Draws, around
+from instep.parallel.tensor.masks import CutDraws, around
 from instep.parallel.tensor.plan import Draw, Plan
 
 ComputeLoss = Callable[[nn.Module, Any], Tensor]
@@ -41,14 +41,14 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 _SEED = 20_077
 
 
-class Found(NamedTuple):
+class PlanFound(NamedTuple):
     """What a trial that passed says about the plan."""
 
     summed: tuple[str, ...]
     draws: dict[str, tuple[Draw | None, ...]]
 
 
-class Trial:
+class PlanTrial:
     """Compares plans with the whole model, on one batch.
 
     Args:
@@ -107,19 +107,19 @@ class Trial:
         with self._same_start():
             return self._compute_loss(self.model, self._batch)
 
-    def check(self, plan: Plan) -> Found:
+    def check(self, plan: Plan) -> PlanFound:
         """Compute what each rank would, and compare.
 
         Raises:
             Failed: it differs from the whole model, or cannot be computed.
         """
         plan = replace(plan, summed=())
-        regions, record = self._regions(plan), Record()
+        regions, record = self._regions(plan), RecordedLinks()
         undo = install(self.model, replace(plan, edits={}), record, lambda whole, dim: whole)
         try:
             same, _ = self._compute(regions, record.draws)
         except RecipeError as error:
-            raise Failed(str(error)) from error
+            raise PlanDiffers(str(error)) from error
         finally:
             undo()
         self._compare("the loss", torch.tensor(same.loss), torch.tensor(self._whole.loss))
@@ -132,16 +132,16 @@ class Trial:
         for name in summed:
             self._compare(f"the gradient of {name}", totals[name], self._gradient(name))
         self._all_through_copies(replace(plan, summed=tuple(sorted(summed))), regions, record)
-        return Found(tuple(sorted(summed)), ranks[0].draws_found())
+        return PlanFound(tuple(sorted(summed)), ranks[0].draws_found())
 
-    def _all_through_copies(self, plan: Plan, regions: set[str], record: Record) -> None:
+    def _all_through_copies(self, plan: Plan, regions: set[str], record: RecordedLinks) -> None:
         """Whether gradients to be summed come only from calls of the parameters' own modules."""
         if plan.summed:
             links = Alone(0, self.ranks, record, plan.draws)
             result, _ = self._on_rank(plan, regions, links, {})
             for name in plan.summed:
                 if result.grads[name] is not None:
-                    raise Failed(f"{name} is read without a call of its module")
+                    raise PlanDiffers(f"{name} is read without a call of its module")
 
     def _one_rank(
         self, plan: Plan, regions: set[str], links: Alone, totals: dict[str, Tensor]
@@ -151,7 +151,9 @@ class Trial:
         result, parameters = self._on_rank(plan, regions, links, dims)
         for name, shapes in self._whole.given.items():
             if result.given[name] != shapes:
-                raise Failed(f"{name!r}, where a stage begins, is called with a part of a tensor")
+                raise PlanDiffers(
+                    f"{name!r}, where a stage begins, is called with a part of a tensor"
+                )
         self._compare("the loss", torch.tensor(result.loss), torch.tensor(self._whole.loss))
         self._compare(
             "the loss in eval mode",
@@ -173,7 +175,7 @@ class Trial:
             totals[name] = totals.get(name, torch.zeros_like(whole)) + grad
             try:
                 self._compare(f"the gradient of {name}", grad, whole)
-            except Failed:
+            except PlanDiffers:
                 differ.add(name)
         return differ
 
@@ -191,15 +193,15 @@ class Trial:
         undo = install(self.model, plan, links, place)
         try:
             return self._compute(regions, links.draws)
-        except Failed:
+        except PlanDiffers:
             raise
         except Exception as error:  # whatever the user's model raises when shapes do not fit
-            raise Failed(f"it cannot be computed: {one_line(error)}") from error
+            raise PlanDiffers(f"it cannot be computed: {one_line(error)}") from error
         finally:
             undo()
 
     def _compute(
-        self, regions: Collection[str] = (), draws: Callable[[str], Draws] | None = None
+        self, regions: Collection[str] = (), draws: Callable[[str], CutDraws] | None = None
     ) -> tuple[_Pass, dict[str, nn.Parameter]]:
         """Losses and gradients of the model as it is now, and its parameters."""
         outputs: list[Tensor] = []
@@ -258,7 +260,9 @@ class Trial:
 
     def _compare(self, what: str, given: Tensor, wanted: Tensor) -> None:
         if given.shape != wanted.shape:
-            raise Failed(f"{what} has shape {list(given.shape)} instead of {list(wanted.shape)}")
+            raise PlanDiffers(
+                f"{what} has shape {list(given.shape)} instead of {list(wanted.shape)}"
+            )
         allowed = TOLERANCE[self.dtype]
         if not wanted.is_floating_point():
             given, wanted = given.float(), wanted.float()
@@ -266,7 +270,7 @@ class Trial:
         floor = 0.1 * self._largest if "gradient" in what else 0.0
         away = 0.0 if given.equal(wanted) else float((given - wanted).norm())
         if not away <= allowed * max(norm, floor):
-            raise Failed(f"{what} differs by {away:.1e} of {norm:.1e}")
+            raise PlanDiffers(f"{what} differs by {away:.1e} of {norm:.1e}")
 
     @contextmanager
     def _same_start(self) -> Iterator[None]:

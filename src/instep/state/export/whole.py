@@ -20,7 +20,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.errors import CheckpointError
-from instep.state.boxes import Box, Cut, elements, extent, gap, inside, read_cut, whole
+from instep.state.boxes import Box, BoxCut, elements, extent, gap, inside, read_cut, whole
 from instep.state.files.manifest import AVERAGE, reason
 from instep.state.files.model_file import HASH_BLANK, HASH_KEY
 from instep.state.files.room import RESERVE_BYTES, check_room
@@ -43,7 +43,7 @@ DIGEST_KEY = "parameters_sha256"
 """Entry of the file's metadata: what `snapshot.parameters_sha256` says of the whole model."""
 
 
-def lend(comm: Comm, own: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None:
+def lend(comm: Comm, own: Mapping[str, Tensor], cuts: Mapping[str, BoxCut]) -> None:
     """Send this rank's parts to rank 0, which calls `Lent` and gathers every tensor.
 
     Args:
@@ -78,7 +78,7 @@ class Lent:
     """
 
     def __init__(
-        self, comm: Comm, ranks: int, own: Mapping[str, Tensor], cuts: Mapping[str, Cut]
+        self, comm: Comm, ranks: int, own: Mapping[str, Tensor], cuts: Mapping[str, BoxCut]
     ) -> None:
         self._comm, self._own, self._device = comm, own, _device(own)
         said = [_description(own, cuts), *(self._told(rank) for rank in range(1, ranks))]
@@ -130,13 +130,13 @@ class Lent:
         return data.view(like.dtype).view(extent(box))
 
 
-def _description(own: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Any]:
+def _description(own: Mapping[str, Tensor], cuts: Mapping[str, BoxCut]) -> dict[str, Any]:
     return {
         "tied": tied_names(own),
         "tensors": {
             name: (
                 DTYPES[tensor.dtype],
-                *cuts.get(name, Cut(tuple(tensor.shape), whole(tensor.shape))),
+                *cuts.get(name, BoxCut(tuple(tensor.shape), whole(tensor.shape))),
             )
             for name, tensor in own.items()
         },

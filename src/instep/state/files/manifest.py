@@ -55,7 +55,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The contents of `manifest.json`."""
 
     format: str = FORMAT
@@ -91,7 +91,7 @@ def is_checkpoint(folder: Path) -> bool:
     return FOLDER.fullmatch(folder.name) is not None
 
 
-def is_meshed(manifest: Manifest) -> bool:
+def is_meshed(manifest: CheckpointManifest) -> bool:
     """Whether ranks of a mesh have saved parts of the tensors."""
     return any(_PART.fullmatch(name) for name in manifest.files)
 
@@ -101,7 +101,7 @@ def is_table(name: str) -> bool:
     return _TABLE.fullmatch(name) is not None
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(manifest: CheckpointManifest) -> bytes:
     """The bytes of `manifest.json`: one entry a line, and the seal."""
     entries = msgspec.to_builtins(manifest)
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
@@ -113,7 +113,7 @@ def seal(text: bytes) -> bytes:
     return text + hashlib.sha256(text).hexdigest().encode("ascii") + b'"\n}\n'
 
 
-def decode(data: bytes, source: Path) -> Manifest:
+def decode(data: bytes, source: Path) -> CheckpointManifest:
     """Read the bytes of a manifest, after checking the seal over them.
 
     Args:
@@ -138,14 +138,14 @@ def decode(data: bytes, source: Path) -> Manifest:
         raise CheckpointError(f"{source} was damaged or edited: its seal does not fit its text.")
     del entries["seal"]
     try:
-        manifest = msgspec.convert(entries, Manifest, strict=True)
+        manifest = msgspec.convert(entries, CheckpointManifest, strict=True)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{source} is not a valid manifest: {error}.") from error
     _check_fields(manifest, source)
     return manifest
 
 
-def _check_fields(manifest: Manifest, source: Path) -> None:
+def _check_fields(manifest: CheckpointManifest, source: Path) -> None:
     if manifest.step < 0:
         raise CheckpointError(f"{source} has step {manifest.step}: steps are never negative.")
     for name, entry in manifest.files.items():
@@ -155,7 +155,7 @@ def _check_fields(manifest: Manifest, source: Path) -> None:
             raise CheckpointError(f"{source} lists {name} with no valid size and SHA-256.")
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """The manifest of a checkpoint folder.
 
     Raises:

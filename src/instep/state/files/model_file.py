@@ -59,7 +59,7 @@ _BITS = {
 """Of each type that a safetensors file may have."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in a file."""
 
     dtype: str
@@ -83,7 +83,7 @@ class TensorFile:
         ValueError: it is no safetensors file; says why.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     """In the order of the header."""
     metadata: dict[str, str]
     """What else the header says."""
@@ -150,7 +150,7 @@ def open_tensors(path: Path, source: Path | None = None) -> TensorFile:
         ) from error
 
 
-class _Row(msgspec.Struct):
+class _TensorHeader(msgspec.Struct):
     """A tensor, as the header has it."""
 
     dtype: str
@@ -158,7 +158,7 @@ class _Row(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def _header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
+def _header(file: BufferedReader) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     size, start = os.fstat(file.fileno()).st_size, file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
@@ -166,7 +166,7 @@ def _header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
     try:
         table = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(table.pop("__metadata__", b"{}"), type=dict[str, str])
-        rows = {name: msgspec.json.decode(row, type=_Row) for name, row in table.items()}
+        rows = {name: msgspec.json.decode(row, type=_TensorHeader) for name, row in table.items()}
     except UNDECODABLE as error:
         raise ValueError(f"its header: {error}") from error
     for name, row in rows.items():
@@ -181,7 +181,7 @@ def _header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
         if before[1] != after[0]:
             raise ValueError(f"its data end at {before[1]} and continue at {after[0]}")
     return {
-        name: Entry(
+        name: TensorEntry(
             row.dtype,
             tuple(row.shape),
             8 + length + row.data_offsets[0],

@@ -16,7 +16,7 @@ from torch import Tensor
 from instep.errors import CheckpointError
 from instep.state.boxes import Box, whole
 from instep.state.files.model_file import HASH_KEY
-from instep.state.files.scaled import REMEDY, Scale, block_beside, refuse_undecoded, scales_of
+from instep.state.files.scaled import REMEDY, WeightScale, block_beside, refuse_undecoded, scales_of
 from instep.state.files.sharded import open_model
 from instep.state.snapshot import TYPES, raw_bytes
 
@@ -44,7 +44,7 @@ class OpenFile:
     def __init__(self, path: Path, facts: Container[str] = ()) -> None:
         self._file = open_model(path)
         self._path, self.names = path, dict.fromkeys(self._file.entries)
-        self._scales: dict[str, Scale] = {}
+        self._scales: dict[str, WeightScale] = {}
         self.tied = {
             alias: kept
             for alias, kept in self._file.metadata.items()
@@ -74,7 +74,7 @@ class OpenFile:
         block = block_beside(self._path) if scales else None
         for name, (scale, *zero) in scales.items():
             try:
-                found = Scale(
+                found = WeightScale(
                     self.tensor(scale),
                     self._file.entries[name].shape,
                     self.tensor(zero[0]) if zero else None,

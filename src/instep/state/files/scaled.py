@@ -6,7 +6,7 @@ one for all, for each row, or for each block) stands for their product; a `layer
 is subtracted before. No shape says how large blocks are, since the last may be smaller: the
 `config.json` beside the file does. What is packed (GPTQ, AWQ, bitsandbytes, four bits) is known by
 its names and refused: the codes are never weights.
-Way in: `scales_of`, `Scale.decode`, `refuse_undecoded`.
+Way in: `scales_of`, `WeightScale.decode`, `refuse_undecoded`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import CheckpointError
-from instep.state.files.model_file import Entry
+from instep.state.files.model_file import TensorEntry
 
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 _SUFFIXES = ("_scale_inv", "_scale")
@@ -43,7 +43,7 @@ REMEDY = (
 )
 
 
-class Scale:
+class WeightScale:
     """The scales of one weight.
 
     Args:
@@ -130,7 +130,9 @@ def block_beside(path: Path) -> list[int] | None:
     return block if good else None
 
 
-def scales_of(entries: Mapping[str, Entry], wanted: Container[str]) -> dict[str, tuple[str, ...]]:
+def scales_of(
+    entries: Mapping[str, TensorEntry], wanted: Container[str]
+) -> dict[str, tuple[str, ...]]:
     """Weights that are codes; and the name of their scales, and of their zero points if any.
 
     Args:
@@ -151,7 +153,7 @@ def scales_of(entries: Mapping[str, Entry], wanted: Container[str]) -> dict[str,
 
 def refuse_undecoded(
     path: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorEntry],
     left: Iterable[str],
     loaded: Iterable[str],
     decoded: Iterable[str],
@@ -192,6 +194,6 @@ def _unknown(path: Path, name: str, dtype: str, beside: str) -> CheckpointError:
     )
 
 
-def _is_packed(name: str, entry: Entry | None) -> bool:
+def _is_packed(name: str, entry: TensorEntry | None) -> bool:
     integers = entry is not None and entry.dtype[0] in "IU"
     return bool(_OF_PACKED.search(name) or (integers and _PACKED.search(name)))

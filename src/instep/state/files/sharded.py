@@ -15,7 +15,7 @@ import msgspec
 
 from instep.errors import CheckpointError
 from instep.state.files.manifest import open_regular, reason
-from instep.state.files.model_file import Entry, TensorFile, check_hash, open_tensors
+from instep.state.files.model_file import TensorEntry, TensorFile, check_hash, open_tensors
 
 MODEL = "model.safetensors"
 """Name of the model's file in a folder of ours, and of Hugging Face's."""
@@ -30,7 +30,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class Shards:
+class ShardedTensors:
     """As `TensorFile`, of several files; to be used as a context.
 
     Args:
@@ -42,7 +42,7 @@ class Shards:
 
     def __init__(self, path: Path) -> None:
         weight_map = _read(path)
-        self.entries, self.metadata = dict[str, Entry](), dict[str, str]()
+        self.entries, self.metadata = dict[str, TensorEntry](), dict[str, str]()
         self._homes = dict[str, TensorFile]()
         with ExitStack() as stack:
             for shard in _shards(path, weight_map):
@@ -58,7 +58,7 @@ class Shards:
                     )
             self._files = stack.pop_all()
 
-    def _add(self, name: str, entry: Entry, file: TensorFile, shard: Path, home: str) -> None:
+    def _add(self, name: str, entry: TensorEntry, file: TensorFile, shard: Path, home: str) -> None:
         if home not in ("", shard.name):
             return  # the index says that another file has the one that counts
         if name in self.entries:
@@ -68,7 +68,7 @@ class Shards:
             )
         self.entries[name], self._homes[name] = entry, file
 
-    def __enter__(self) -> Shards:
+    def __enter__(self) -> ShardedTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,13 +93,13 @@ def model_in(folder: Path) -> Path:
     return index if index.is_file() and not path.exists() else path
 
 
-def open_model(path: Path) -> TensorFile | Shards:
+def open_model(path: Path) -> TensorFile | ShardedTensors:
     """Open a safetensors file, or the files of an index; headers are checked.
 
     Raises:
         CheckpointError: one is missing, unreadable, of another kind, truncated or damaged.
     """
-    return Shards(path) if is_index(path) else open_tensors(path)
+    return ShardedTensors(path) if is_index(path) else open_tensors(path)
 
 
 def files_of(path: Path) -> list[Path]:

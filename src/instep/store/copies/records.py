@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from instep.plain_file import crc32_of, plain
-from instep.state.files.manifest import Manifest
+from instep.state.files.manifest import CheckpointManifest
 from instep.store.copies.layout import BLOCK, COPIED, RECORDS, Copy, RecordBlock
 from instep.store.copies.objects import Objects
 
@@ -37,7 +37,7 @@ class CopiedRecords:
         every = (block for blocks in copy.records.values() for block in blocks)
         return all(self._there.get(each.sha256) == each.size for each in every)
 
-    def send(self, manifest: Manifest) -> dict[str, list[RecordBlock]] | None:
+    def send(self, manifest: CheckpointManifest) -> dict[str, list[RecordBlock]] | None:
         """Copy the files as they are, the ledger as far as a checkpoint has it.
 
         Returns:

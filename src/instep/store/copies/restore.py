@@ -198,7 +198,7 @@ def _restore(files: Any, url: str, folder: Path) -> int:
     return manifest.step
 
 
-def _check_ledger(folder: Path, manifest: page.Manifest) -> None:
+def _check_ledger(folder: Path, manifest: page.CheckpointManifest) -> None:
     size, crc32 = int(manifest.facts["ledger_bytes"]), manifest.facts.get("ledger_crc32")
     ledger = folder / "ledger.bin"
     if not (folder / ID).is_file() or not ledger.is_file() or ledger.stat().st_size < size:

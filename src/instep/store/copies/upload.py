@@ -30,7 +30,7 @@ class _Here(NamedTuple):
     """A checkpoint of the run that can be read."""
 
     path: Path
-    manifest: page.Manifest
+    manifest: page.CheckpointManifest
     name: str
     """The name of its copy."""
 
@@ -236,7 +236,7 @@ class Copies:
             raise self._refusal(name, f"{opened.name} is damaged: it does not fit its manifest")
         self._written.add(place)
 
-    def _check_there(self, name: str, manifest: page.Manifest, copy: Copy) -> None:
+    def _check_there(self, name: str, manifest: page.CheckpointManifest, copy: Copy) -> None:
         """Compare what is there with what a copy needs: somebody else may have removed some of it.
 
         Raises:

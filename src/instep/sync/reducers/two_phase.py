@@ -31,7 +31,7 @@ from instep.sync.reducers import OWN_ROOM, Buckets, Place, Room
 from instep.sync.reducers.two_slots import TwoSlots
 
 
-class Segments(Buckets):
+class RankSegments(Buckets):
     """Where everything lies, by the buckets' members and the ranks; the same on every rank.
 
     Args:
@@ -97,7 +97,7 @@ class Segments(Buckets):
                     part.copy_(state[key])
 
 
-class TwoPhase(TwoSlots[Segments]):
+class TwoPhase(TwoSlots[RankSegments]):
     """A `Reducer` for codecs that are `segmentable` and `fixed_size`: others cannot be dealt."""
 
     @staticmethod
@@ -106,11 +106,13 @@ class TwoPhase(TwoSlots[Segments]):
         return () if codec.unbiased else ("residual",)
 
     @staticmethod
-    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> Segments:
+    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> RankSegments:
         """Each rank that is not idle owns a segment of each bucket."""
-        return Segments(buckets, size, idle)
+        return RankSegments(buckets, size, idle)
 
-    def __init__(self, codec: Codec, comm: Comm, layout: Segments, room: Room = OWN_ROOM) -> None:
+    def __init__(
+        self, codec: Codec, comm: Comm, layout: RankSegments, room: Room = OWN_ROOM
+    ) -> None:
         assert layout.size == comm.size, "the layout is made for another number of ranks"
         super().__init__(comm, layout, room, carries=bool(self.kinds(codec)))
         self._codec = codec

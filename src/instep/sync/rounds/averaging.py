@@ -28,7 +28,7 @@ from instep.sync.rounds.carried import Carried
 from instep.sync.rounds.coded import Coded
 from instep.sync.rounds.kept import KEPT, Kept
 from instep.sync.rounds.outer import OUTER, Outer
-from instep.sync.rounds.spread import Given, Spread, spread
+from instep.sync.rounds.spread import Contribution, Spread, spread
 
 
 class Averaging:
@@ -68,7 +68,7 @@ class Averaging:
         """Before the rounds, so many steps sum up gradients, and move by them as they are."""
         self._early = False  # this commit is one of them
         self._parameters: list[Parameter] = []
-        self._given: list[Given] = []
+        self._given: list[Contribution] = []
         self._handed: list[Tensor | None] | None = None  # what was agreed on, by parameter
         self._mesh: InMesh | None = None
         self.spread: Spread | None = None
@@ -124,7 +124,7 @@ class Averaging:
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is that participant's."""
-        self._given.append(Given(unit, weight, []))
+        self._given.append(Contribution(unit, weight, []))
         self._mean.begin_pass(weight, last=last, unit=unit)
 
     def gradient(self, slot: int, gradient: Tensor) -> None:

@@ -31,7 +31,7 @@ _APART = 1 << 32
 """More than there are participants."""
 
 
-class Piece(NamedTuple):
+class CarriedPiece(NamedTuple):
     """Numbers from one to another, as of a commit."""
 
     of: int
@@ -47,7 +47,7 @@ class Move(NamedTuple):
 
     source: int
     to: int
-    of: Piece
+    of: CarriedPiece
     start: int
     stop: int
 
@@ -80,12 +80,12 @@ class Carried:
         same on every rank."""
         self.lengths: dict[int, int] = {}
         """By participant: how many numbers it remembers. The same on every rank."""
-        self.held: dict[Piece, Tensor] = {}
+        self.held: dict[CarriedPiece, Tensor] = {}
         self.lost: dict[int, int] = {}
         """Participants that began anew because no rank held what they remembered, and the commit
         that was of. Whoever reports them takes them out."""
         self._missing: dict[int, int] = {}  # the same, of those that `rows` found
-        self._next: tuple[dict[Piece, Tensor], dict[int, int], dict[int, int]] | None = None
+        self._next: tuple[dict[CarriedPiece, Tensor], dict[int, int], dict[int, int]] | None = None
         self._memory: Memory | None = None
         self._attempt = BEGINNING
 
@@ -116,7 +116,7 @@ class Carried:
 
     def rows(
         self, own: list[int], longest: int | None = None
-    ) -> tuple[list[dict[int, int]], list[list[Piece]]]:
+    ) -> tuple[list[dict[int, int]], list[list[CarriedPiece]]]:
         """By rank, what `row` was given, and what it holds of the last rounds.
 
         Args:
@@ -137,7 +137,7 @@ class Carried:
         for numbers in table.view(comm.size, longest).tolist():
             end = 1 + 2 * numbers[0]
             rest = [numbers[at : at + 4] for at in range(end, longest - 3, 4)]
-            pieces = [Piece(*each) for each in rest if each[0] != _NOTHING]
+            pieces = [CarriedPiece(*each) for each in rest if each[0] != _NOTHING]
             gives.append(dict(zip(numbers[1:end:2], numbers[2:end:2], strict=True)))
             holds.append([each for each in pieces if self._is_last(each)])
         there = {whose(each.of) for pieces in holds for each in pieces}
@@ -146,7 +146,7 @@ class Carried:
         }
         return gives, holds
 
-    def _is_last(self, piece: Piece) -> bool:
+    def _is_last(self, piece: CarriedPiece) -> bool:
         return self.made.get(whose(piece.of)) == piece.commit
 
     def bring(self, moves: Sequence[Move], into: Callable[[Move], Tensor]) -> None:
@@ -164,7 +164,9 @@ class Carried:
         for each in work:
             each.wait()
 
-    def fetch(self, participants: Collection[int]) -> tuple[dict[int, Tensor], list[list[Piece]]]:
+    def fetch(
+        self, participants: Collection[int]
+    ) -> tuple[dict[int, Tensor], list[list[CarriedPiece]]]:
         """What these remember, from whoever has it; every rank calls it.
 
         Returns:
@@ -176,7 +178,7 @@ class Carried:
         for to, numbers in enumerate(asks):
             for number in numbers:
                 count = self.lengths.get(number, 0)
-                want = Piece(kept_of(number), 0, count, self.made.get(number, 0))
+                want = CarriedPiece(kept_of(number), 0, count, self.made.get(number, 0))
                 if to == rank and want in self.held:
                     found[number] = self.held[want]
                 elif count and want not in holds[to]:
@@ -206,10 +208,10 @@ class Carried:
     def stage(
         self,
         attempt: Attempt,
-        new: Collection[Piece],
+        new: Collection[CarriedPiece],
         made: Mapping[int, int],
         given: Mapping[int, int],
-    ) -> dict[Piece, Tensor]:
+    ) -> dict[CarriedPiece, Tensor]:
         """Where to write what this rank holds from this commit on; what stays is written.
 
         Args:
@@ -233,7 +235,7 @@ class Carried:
         if self._memory is not None:
             self._memory.staged(*self._attempt)
 
-    def _staging(self, pieces: Collection[Piece]) -> dict[Piece, Tensor]:
+    def _staging(self, pieces: Collection[CarriedPiece]) -> dict[CarriedPiece, Tensor]:
         """Memory for these, of the commit that is tried."""
         if self._memory is None:
             return {
@@ -244,7 +246,7 @@ class Carried:
         slot = self._memory.stage(*self._attempt)
         return {piece: slot[_name(piece)] for piece in pieces}
 
-    def _copied(self, at: Attempt) -> dict[Piece, Tensor]:
+    def _copied(self, at: Attempt) -> dict[CarriedPiece, Tensor]:
         """What is held, in memory that outlives the process, for a commit that has happened."""
         before, self._attempt = {piece: tensor.clone() for piece, tensor in self.held.items()}, at
         staged = self._staging(before)
@@ -278,11 +280,13 @@ class Carried:
 
     def load_left(self, tensors: Mapping[str, Tensor]) -> None:
         """What a process that is gone held."""
-        pieces = {Piece(*map(int, name.split("/"))): each for name, each in tensors.items()}
+        pieces = {CarriedPiece(*map(int, name.split("/"))): each for name, each in tensors.items()}
         self.held = {piece: tensor.clone() for piece, tensor in pieces.items()}
 
 
-def moves_to(rank: int, want: Piece, holds: Sequence[Sequence[Piece]]) -> Iterator[Move]:
+def moves_to(
+    rank: int, want: CarriedPiece, holds: Sequence[Sequence[CarriedPiece]]
+) -> Iterator[Move]:
     """From where a rank gets what it needs: from itself, else from the lowest that has it."""
     missing = [(want.start, want.stop)]
     for source in sorted(range(len(holds)), key=lambda n: (n != rank, n)):
@@ -300,5 +304,5 @@ def moves_to(rank: int, want: Piece, holds: Sequence[Sequence[Piece]]) -> Iterat
             missing = rest
 
 
-def _name(piece: Piece) -> str:
+def _name(piece: CarriedPiece) -> str:
     return "/".join(map(str, piece))

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.records import BEGINNING, Attempt
 from instep.sync.generation import Generation
-from instep.sync.rounds.carried import Carried, Piece
+from instep.sync.rounds.carried import Carried, CarriedPiece
 
 
 class Carrying:
@@ -35,7 +35,7 @@ class Carrying:
         """A commit is over, or a generation begins."""
         raise NotImplementedError
 
-    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
+    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[CarriedPiece, Tensor]:
         """What `own_state` gave, summed over ranks."""
         raise NotImplementedError
 

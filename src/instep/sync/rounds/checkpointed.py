@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from instep.records import Law
-from instep.sync.rounds.carried import Carried, Piece, kept_of
+from instep.sync.rounds.carried import Carried, CarriedPiece, kept_of
 from instep.sync.rounds.segments import Segments
 
 LEFT, KEPT = "residual-", "optimizer-"
@@ -47,7 +47,7 @@ def tensors_of(
         for slot, place in enumerate(segments.places):
             state[f"{LEFT}{of}/{slot}"] = flat[place].view(parameters[slot].shape).clone()
     for of, length in sorted(carried.lengths.items()):
-        piece = Piece(kept_of(of), 0, length, carried.made[of])
+        piece = CarriedPiece(kept_of(of), 0, length, carried.made[of])
         bits = torch.zeros(length, dtype=torch.int32, device=device)
         if piece in carried.held:
             bits.copy_(carried.held[piece].view(torch.int32))
@@ -59,21 +59,21 @@ def pieces_from(
     state: Mapping[str, Tensor],
     carried: Carried,
     segments: Segments,
-    pieces: Callable[[int], Iterable[Piece]],
+    pieces: Callable[[int], Iterable[CarriedPiece]],
     device: torch.device,
-) -> dict[Piece, Tensor]:
+) -> dict[CarriedPiece, Tensor]:
     """What `tensors_of` gave, summed over ranks.
 
     Args:
         pieces: of a participant or `SUM`, where what was left out lies.
     """
-    held, flats = dict[Piece, Tensor](), dict[int, Tensor]()
+    held, flats = dict[CarriedPiece, Tensor](), dict[int, Tensor]()
     for name, tensor in state.items():
         kind, slot = name.split("/")
         if kind.startswith(KEPT):
             of = int(kind.removeprefix(KEPT))
             bits = tensor.to(device).view(torch.float32)
-            held[Piece(kept_of(of), 0, len(bits), carried.made.get(of, 0))] = bits
+            held[CarriedPiece(kept_of(of), 0, len(bits), carried.made.get(of, 0))] = bits
             continue
         of = int(kind.removeprefix(LEFT))
         if of not in flats:

@@ -31,10 +31,10 @@ from instep.records import Law
 from instep.sync.base import Price, Result
 from instep.sync.gathering import sparse_mark, sparse_of
 from instep.sync.generation import Generation
-from instep.sync.rounds.carried import SUM, Piece, kept_of
+from instep.sync.rounds.carried import SUM, CarriedPiece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
-from instep.sync.rounds.exchange import Exchange
+from instep.sync.rounds.exchange import RoundExchange
 from instep.sync.rounds.segments import Segments
 from instep.sync.sparse_rows import SparseRows, with_rows
 from instep.sync.sums import Wide
@@ -83,7 +83,7 @@ class Coded(Carrying):
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
         self._segments = Segments(parameters, lambda p: p.dim() < 2 and not self._encode_vectors)
         owners = [rank for rank in range(comm.size) if rank not in generation.draining]
-        self._sum = Exchange(self._codec, self._segments, comm, owners, self._device)
+        self._sum = RoundExchange(self._codec, self._segments, comm, owners, self._device)
         self._take_over(comm, generation, generation.everyone(comm))
 
     # ---- a round
@@ -144,7 +144,7 @@ class Coded(Carrying):
         return notes
 
     def _collect(
-        self, gives: Sequence[Mapping[int, int]], holds: Sequence[Sequence[Piece]]
+        self, gives: Sequence[Mapping[int, int]], holds: Sequence[Sequence[CarriedPiece]]
     ) -> dict[int, Tensor]:
         """What this rank needs of what was left out before, by participant and `SUM`; zero where
         there was nothing, or nobody has it."""
@@ -176,11 +176,13 @@ class Coded(Carrying):
         """The sum over all participants; what is left out of it lies staged."""
         number, (start, stop) = self._attempt.number, self._sum.own
         given = {of: length for ranks in gives for of, length in ranks.items()}
-        room = {of: Piece(of, 0, self._segments.length, number) for of in sorted(self._given)}
+        room = {
+            of: CarriedPiece(of, 0, self._segments.length, number) for of in sorted(self._given)
+        }
         if stop > start:
-            room[SUM] = Piece(SUM, start, stop, number)
+            room[SUM] = CarriedPiece(SUM, start, stop, number)
         kept = {
-            Piece(kept_of(of), 0, len(state), number): state
+            CarriedPiece(kept_of(of), 0, len(state), number): state
             for of, state in self._kept.items()
             if of in self._given
         }
@@ -249,11 +251,11 @@ class Coded(Carrying):
         given = self.carried, self._segments, self._parameters, left, self._device
         return tensors_of(*given)
 
-    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
+    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[CarriedPiece, Tensor]:
         return pieces_from(state, self.carried, self._segments, self._place_of, self._device)
 
-    def _place_of(self, of: int) -> list[Piece]:
-        return [Piece(of, 0, self._segments.length, self.carried.made.get(of, 0))]
+    def _place_of(self, of: int) -> list[CarriedPiece]:
+        return [CarriedPiece(of, 0, self._segments.length, self.carried.made.get(of, 0))]
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

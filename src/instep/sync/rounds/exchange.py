@@ -4,7 +4,7 @@ Each rank owns a stretch of the elements. It decodes what all participants give 
 the order of the participants, and encodes the sum once; all ranks decode the same bytes. What is
 left out is added the next time, by whoever then has it: `carried.py` knows who that is.
 
-Way in: `Exchange`.
+Way in: `RoundExchange`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import Codec, aligned, draw_key
 from instep.comm.codecs.none import Identity
-from instep.sync.rounds.carried import SUM, Move, Piece, moves_to
+from instep.sync.rounds.carried import SUM, CarriedPiece, Move, moves_to
 from instep.sync.rounds.segments import Segments, Stretch
 
 _PLAIN: Codec = Identity()
 
 
-class Exchange:
+class RoundExchange:
     """Of all elements, or of one fragment of them.
 
     Args:
@@ -108,7 +108,7 @@ class Exchange:
     def moves(
         self,
         gives: Sequence[Collection[int]],
-        holds: Sequence[Sequence[Piece]],
+        holds: Sequence[Sequence[CarriedPiece]],
         whats: Mapping[int, tuple[int, int]],
     ) -> Iterator[Move]:
         """What is to be sent of what was left out before, so that each rank has what it needs.
@@ -124,7 +124,7 @@ class Exchange:
             for of, low, high in [*wanted, (SUM, start, stop)]:
                 if high > low and of in whats:
                     what, commit = whats[of]
-                    yield from moves_to(rank, Piece(what, low, high, commit), holds)
+                    yield from moves_to(rank, CarriedPiece(what, low, high, commit), holds)
 
     # ---- payloads
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec
 from instep.comm.codecs.none import Identity
-from instep.sync.rounds.carried import SUM, Carried, Move, Piece, within
-from instep.sync.rounds.exchange import Exchange
+from instep.sync.rounds.carried import SUM, Carried, CarriedPiece, Move, within
+from instep.sync.rounds.exchange import RoundExchange
 from instep.sync.rounds.segments import Segments
-from instep.sync.rounds.spread import Given
+from instep.sync.rounds.spread import Contribution
 
 
 class Agreed(NamedTuple):
@@ -27,7 +27,7 @@ class Agreed(NamedTuple):
     """Whose local models."""
     mean: Tensor
     """Of how far participants are from the shared values, backwards."""
-    left: Mapping[Piece, Tensor]
+    left: Mapping[CarriedPiece, Tensor]
     """What the codec left out, that this rank is to hold."""
     made: Collection[int]
     """All that leave something out, on any rank."""
@@ -36,8 +36,8 @@ class Agreed(NamedTuple):
 
 
 def given_by(
-    given: Mapping[int, Given], fragments: Mapping[int, Agreed], shares: Tensor
-) -> list[Given]:
+    given: Mapping[int, Contribution], fragments: Mapping[int, Agreed], shares: Tensor
+) -> list[Contribution]:
     """Return what participants gave, with how far they are in fragments that have agreed.
 
     Args:
@@ -49,7 +49,7 @@ def given_by(
     for fragment, agreed in fragments.items():
         for of, way in agreed.ways.items():
             ways.setdefault(of, []).append((fragment, way))
-    every = {of: given.get(of) or Given(of, float(shares[of]), []) for of in ways}
+    every = {of: given.get(of) or Contribution(of, float(shares[of]), []) for of in ways}
     return [every[of]._replace(way=parts) for of, parts in ways.items()]
 
 
@@ -57,7 +57,7 @@ class FragmentSum:
     """The encoded sum of one fragment.
 
     Args:
-        codec, segments, comm, owners, device: as for `Exchange`.
+        codec, segments, comm, owners, device: as for `RoundExchange`.
         carried: has what was left out before.
         fragment: its number.
     """
@@ -73,7 +73,7 @@ class FragmentSum:
         fragment: int,
     ) -> None:
         stretch = segments.fragments[fragment]
-        self._exchange = Exchange(codec, segments, comm, owners, device, stretch)
+        self._exchange = RoundExchange(codec, segments, comm, owners, device, stretch)
         self._lossy = not isinstance(codec, Identity)
         self._rank, self._device = comm.rank, device
         self._carried, self._fragment = carried, fragment
@@ -85,7 +85,7 @@ class FragmentSum:
         number: int,
         ways: Mapping[int, Tensor],
         gives: Sequence[Collection[int]],
-        holds: Sequence[Sequence[Piece]],
+        holds: Sequence[Sequence[CarriedPiece]],
         shares: Tensor,
     ) -> Agreed:
         """Sum up how far participants are from the shared values; every rank calls it.
@@ -110,7 +110,7 @@ class FragmentSum:
             for of, (begin, end) in places.items()
         }
         left: dict[int, Tensor | None] = dict.fromkeys(given)
-        pieces: dict[Piece, Tensor] = {}
+        pieces: dict[CarriedPiece, Tensor] = {}
         made: list[int] = []
         if self._lossy:
             names = {of: within(of, self._fragment) for ranks in (*gives, [SUM]) for of in ranks}
@@ -124,7 +124,7 @@ class FragmentSum:
             carried.bring(list(exchange.moves(gives, holds, known)), place)
             for of, stretch in places.items():
                 room = left[of] = torch.empty_like(given[of])
-                pieces[Piece(names[of], *stretch, number)] = room
+                pieces[CarriedPiece(names[of], *stretch, number)] = room
         for of, way in ways.items():
             given[of].add_(way * float(shares[of]))  # rounded as `Coded` does
         mean = exchange.gather(exchange.add_up(given, left, gives, number=commit))
@@ -137,8 +137,8 @@ def left_out(carried: Carried, participants: int, fragments: Sequence[int]) -> d
     return {of: names for of, names in found.items() if any(each in carried.made for each in names)}
 
 
-def places_left_out(carried: Carried, segments: Segments, of: int) -> Iterator[Piece]:
+def places_left_out(carried: Carried, segments: Segments, of: int) -> Iterator[CarriedPiece]:
     """Pieces of what a participant or `SUM` has left out, one for each fragment."""
     for fragment, stretch in enumerate(segments.fragments):
         name = within(of, fragment)
-        yield Piece(name, *stretch, carried.made.get(name, 0))
+        yield CarriedPiece(name, *stretch, carried.made.get(name, 0))

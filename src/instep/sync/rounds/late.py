@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.sync.rounds.fragment_sum import Agreed
 
 
-class Late(NamedTuple):
+class LateFragment(NamedTuple):
     """A fragment is under way."""
 
     fragment: int

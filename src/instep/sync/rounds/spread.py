@@ -17,7 +17,7 @@ from torch import Tensor
 from instep.comm.base import Comm
 
 
-class Given(NamedTuple):
+class Contribution(NamedTuple):
     """What one participant gave."""
 
     unit: int
@@ -48,7 +48,7 @@ class Spread(NamedTuple):
 
 @torch.no_grad()
 def spread(
-    given: Sequence[Given],
+    given: Sequence[Contribution],
     agreed: Sequence[Tensor | None],
     comm: Comm,
     *,
@@ -96,7 +96,7 @@ def spread(
     return Spread(math.sqrt(square), math.sqrt(way), divergence)
 
 
-def _apart(given: Given, agreed: Sequence[Tensor | None], holders: Sequence[int]) -> float:
+def _apart(given: Contribution, agreed: Sequence[Tensor | None], holders: Sequence[int]) -> float:
     total = 0.0
     for slot, way in given.way:
         mean = agreed[slot]

@@ -30,16 +30,16 @@ from instep.comm.codecs.none import Identity
 from instep.records import Law
 from instep.sync.base import Price, Result
 from instep.sync.generation import Generation
-from instep.sync.rounds.carried import Piece, kept_of
+from instep.sync.rounds.carried import CarriedPiece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
 from instep.sync.rounds.coded import check_codec
 from instep.sync.rounds.fragment_sum import Agreed, FragmentSum, given_by, left_out, places_left_out
 from instep.sync.rounds.kept import Kept
-from instep.sync.rounds.late import Late, in_thread
+from instep.sync.rounds.late import LateFragment, in_thread
 from instep.sync.rounds.outer import OUTER, Outer
 from instep.sync.rounds.segments import Segments, Stretch, check_fragments
-from instep.sync.rounds.spread import Given, Spread, spread
+from instep.sync.rounds.spread import Contribution, Spread, spread
 from instep.sync.sums import Wide
 
 
@@ -90,7 +90,7 @@ class Streaming(Carrying):
         """By fragment: the commit whose local models have agreed."""
         self._shares = torch.zeros(0, dtype=torch.float64)
         """By participant: its weight in the last commit; they add up to 1."""
-        self._late: Late | None = None
+        self._late: LateFragment | None = None
         super().__init__()
 
     @property
@@ -124,10 +124,10 @@ class Streaming(Carrying):
     # ---- the passes of a commit
 
     def _forget(self) -> None:
-        self._given: dict[int, Given] = {}  # by participant, what it gives in this commit
+        self._given: dict[int, Contribution] = {}  # by participant, what it gives in this commit
         self._moved: dict[int, Tensor] = {}  # the same, of all elements
         self._now = 0
-        self._holds: Sequence[Sequence[Piece]] = []
+        self._holds: Sequence[Sequence[CarriedPiece]] = []
         self._next: dict[int, Agreed] = {}  # by fragment
         self._next_shares = self._shares
         self._late = None
@@ -159,7 +159,7 @@ class Streaming(Carrying):
             # participants move the parameters meanwhile
             shared = self._segments.read(self._parameters, self._segments.fragments[fragment])
             agreed = self.begin(lambda: self._agree_late(fragment, before, shared))
-            self._late = Late(fragment, shared, agreed)
+            self._late = LateFragment(fragment, shared, agreed)
 
     def landed(self) -> tuple[Stretch, Tensor] | None:
         """The new shared values of the fragment that was under way: which, and [elements]. None
@@ -186,7 +186,7 @@ class Streaming(Carrying):
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is that participant's."""
         self._now = unit
-        self._given[unit] = Given(unit, weight, [])
+        self._given[unit] = Contribution(unit, weight, [])
         if self._due:
             self._moved[unit] = torch.zeros(
                 self._segments.length, dtype=torch.float32, device=self._device
@@ -233,7 +233,9 @@ class Streaming(Carrying):
     def _stage(self, kept: Mapping[int, Tensor], gives: Sequence[Mapping[int, int]]) -> None:
         """Everything that this rank holds from this commit on lies in memory."""
         number = self._attempt.number
-        new = {Piece(kept_of(of), 0, len(state), number): state for of, state in kept.items()}
+        new = {
+            CarriedPiece(kept_of(of), 0, len(state), number): state for of, state in kept.items()
+        }
         given = {of: length for ranks in gives for of, length in ranks.items()}
         made = dict.fromkeys(given, number)
         for agreed in self._next.values():
@@ -248,14 +250,14 @@ class Streaming(Carrying):
         """Have a fragment agree on what participants had in a former commit; another thread."""
         gives: list[dict[int, int]] = [{} for _ in range(self._comm.size)]
         for of in sorted(self.carried.lengths):
-            want = Piece(kept_of(of), 0, self.carried.lengths[of], commit)
+            want = CarriedPiece(kept_of(of), 0, self.carried.lengths[of], commit)
             holders = [rank for rank, held in enumerate(self._holds) if want in held]
             if holders:
                 gives[holders[0]][of] = 0
         start, stop = self._segments.fragments[fragment]
         ways = {}
         for of in gives[self._comm.rank]:
-            held = self.carried.held[Piece(kept_of(of), 0, self.carried.lengths[of], commit)]
+            held = self.carried.held[CarriedPiece(kept_of(of), 0, self.carried.lengths[of], commit)]
             ways[of] = shared - self._models.model_in(held)[start:stop]
         number = self._attempt.number
         return self._sums[fragment].agree(commit, number, ways, gives, self._holds, self._shares)
@@ -336,7 +338,7 @@ class Streaming(Carrying):
         left = left_out(self.carried, self.participants, self._leaving)
         return tensors_of(self.carried, self._segments, self._parameters, left, self._device)
 
-    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
+    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[CarriedPiece, Tensor]:
         places = partial(places_left_out, self.carried, self._segments)
         return pieces_from(state, self.carried, self._segments, places, self._device)
 

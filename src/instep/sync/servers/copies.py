@@ -17,7 +17,7 @@ from instep.comm.named import receive_named, send_named
 from instep.errors import WorkerError
 from instep.records import BEGINNING, Attempt
 from instep.sync.generation import Memory, Mover
-from instep.sync.servers.cuts import Packed, Part
+from instep.sync.servers.cuts import Packed, ServerPart
 
 PARAMETERS = "parameters/"
 """In memory that outlives a server, before the number of a server: the part that it has moved,
@@ -25,7 +25,12 @@ PARAMETERS = "parameters/"
 
 
 def take_copies(
-    comm: Comm, servers: Sequence[int], mine: int, parts: Sequence[Part], mover: Mover, lacks: bool
+    comm: Comm,
+    servers: Sequence[int],
+    mine: int,
+    parts: Sequence[ServerPart],
+    mover: Mover,
+    lacks: bool,
 ) -> None:
     """Give servers that lack their state, and that of their copy, what others have of it.
 
@@ -111,7 +116,7 @@ def gather_parts(
                 comm.send(own, root).wait()
 
 
-def of_part(part: Part, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def of_part(part: ServerPart, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of what an optimizer keeps, that for the pieces of a part."""
     pieces = {(str(slot), f"{start}:{stop}") for slot, start, stop in part.pieces}
     every = ((name, name.split("/"), state) for name, state in states.items())

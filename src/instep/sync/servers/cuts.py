@@ -31,7 +31,7 @@ ends that much later (decision 0046)."""
 _ALIGNED = 64
 
 
-class Segment(NamedTuple):
+class BucketSegment(NamedTuple):
     """Elements [start, stop) of a bucket: what is sent in one message."""
 
     bucket: int
@@ -41,10 +41,10 @@ class Segment(NamedTuple):
     """The same, by parameter."""
 
 
-class Part(NamedTuple):
+class ServerPart(NamedTuple):
     """What one server has."""
 
-    segments: list[Segment]
+    segments: list[BucketSegment]
     """In the order of the buckets."""
 
     @property
@@ -53,7 +53,7 @@ class Part(NamedTuple):
         return pieces_of(self.segments)
 
 
-def pieces_of(segments: Sequence[Segment]) -> list[Piece]:
+def pieces_of(segments: Sequence[BucketSegment]) -> list[Piece]:
     """The same, by parameter."""
     return [piece for segment in segments for piece in segment.pieces]
 
@@ -65,7 +65,7 @@ def cut(
     *,
     by_element: bool,
     longest_bytes: int = LONGEST_BYTES,
-) -> list[Part]:
+) -> list[ServerPart]:
     """The part of each server; together they are all parameters, each element once.
 
     Args:
@@ -75,7 +75,7 @@ def cut(
         by_element: whether a parameter may be cut, if its elements lie in their order.
         longest_bytes: of a segment.
     """
-    parts = [Part([]) for _ in range(servers)]
+    parts = [ServerPart([]) for _ in range(servers)]
     bytes_of = [0] * servers
     for number, bucket in enumerate(buckets):
         begins, at = [], 0
@@ -96,7 +96,7 @@ def cut(
             inside = [place for place in [*places, at] if start < place <= stop]
             for first, last in _short(start, inside, longest_bytes // each):
                 pieces = _pieces(first, last, bucket.members, begins, parameters)
-                parts[server].segments.append(Segment(number, first, last, tuple(pieces)))
+                parts[server].segments.append(BucketSegment(number, first, last, tuple(pieces)))
     return parts
 
 
@@ -187,7 +187,7 @@ class Packed:
             self.views[piece] = part
         self._parameters = list(parameters)
 
-    def of(self, segment: Segment) -> Tensor:
+    def of(self, segment: BucketSegment) -> Tensor:
         """[bytes] of `flat`: a segment of the part whose pieces these are."""
         return self.flat[self._ends[segment.pieces[0]][0] : self._ends[segment.pieces[-1]][1]]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from instep.comm.codecs.base import Codec, draw_key
 from instep.sync.generation import Piece
-from instep.sync.servers.cuts import Packed, Segment
+from instep.sync.servers.cuts import BucketSegment, Packed
 from instep.sync.servers.pushes import payload_of
 
 
@@ -29,7 +29,7 @@ class Differences:
         segments: and what the workers hold of each, or are about to hold.
     """
 
-    def __init__(self, codec: Codec, segments: Mapping[Segment, Packed]) -> None:
+    def __init__(self, codec: Codec, segments: Mapping[BucketSegment, Packed]) -> None:
         self._codec, self._held = codec, segments
         self.payloads = {segment: payload_of(codec, segment) for segment in segments}
         """What a server sends and a worker receives, [bytes]."""
@@ -37,7 +37,9 @@ class Differences:
         self._values = torch.zeros(longest, dtype=torch.float32)
 
     @torch.no_grad()
-    def encode(self, segment: Segment, moved: Packed, there: Sequence[bool], key: int) -> None:
+    def encode(
+        self, segment: BucketSegment, moved: Packed, there: Sequence[bool], key: int
+    ) -> None:
         """Write the payload of a segment, and move what the workers hold by it.
 
         Args:
@@ -58,7 +60,7 @@ class Differences:
         self.take(segment, there)
 
     @torch.no_grad()
-    def take(self, segment: Segment, there: Sequence[bool]) -> None:
+    def take(self, segment: BucketSegment, there: Sequence[bool]) -> None:
         """Move what the workers hold of a segment by its payload."""
         values = self._values[: segment.stop - segment.start].zero_()
         self._codec.add_into(values, self.payloads[segment])
@@ -68,7 +70,7 @@ class Differences:
                 held.add_(part.view(held.shape))
 
 
-def _parts(segment: Segment, values: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+def _parts(segment: BucketSegment, values: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """Each piece of a segment, and its elements among those of all."""
     sizes = [piece.stop - piece.start for piece in segment.pieces]
     return zip(segment.pieces, values.split(sizes), strict=True)

@@ -54,7 +54,7 @@ Fill = Callable[[int, int, int, Tensor, dict[str, Tensor]], None]
 table, and what the optimizer keeps for them, where that is known."""
 
 
-class _Staged(NamedTuple):
+class _StagedRows(NamedTuple):
     ids: Tensor
     rows: Tensor
     state: dict[str, Tensor]
@@ -93,7 +93,7 @@ class KeptRows:
             self.state.append({n: next(parts) if of.dim() else of for n, of in begin.items()})
         self._room = [_LEAST] * len(specs)
         self._sums = dict[int, tuple[Tensor, Tensor]]()
-        self._staged = dict[int, _Staged]()
+        self._staged = dict[int, _StagedRows]()
 
     def take(self, fill: Fill | None, left: Mapping[str, Tensor]) -> None:
         """Begin with what `fill` gives; or with what lies in memory, and was staged last."""
@@ -108,7 +108,7 @@ class KeptRows:
             fill(table, *self.every, self.values[table], state)
         for table in range(len(self.values)) if left else ():
             count, start = int(left[f"{table}/count"]), f"{table}/state/"
-            self._staged[table] = _Staged(
+            self._staged[table] = _StagedRows(
                 left[f"{table}/ids"][:count],
                 left[f"{table}/rows"][:count],
                 {
@@ -137,7 +137,9 @@ class KeptRows:
             rows, kept = self.values[table][ids], self.state[table]
             state = {name: each[ids] if each.dim() else each for name, each in kept.items()}
             gradient = gradient * scale if scale != 1.0 else gradient
-            self._staged[table] = _Staged(ids, rows, self._mover.move(table, rows, gradient, state))
+            self._staged[table] = _StagedRows(
+                ids, rows, self._mover.move(table, rows, gradient, state)
+            )
         self._sums = {}
 
     def staged(self) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ class Unit(NamedTuple):
     """Within the step, from 0."""
 
 
-class Lease(NamedTuple):
+class UnitLease(NamedTuple):
     """The right of one worker to commit one unit."""
 
     token: int
@@ -47,7 +47,7 @@ class Committed(NamedTuple):
 
     version: int
     """Its number among all commits, from 1."""
-    lease: Lease
+    lease: UnitLease
     lag: int
     """Commits between the parameters that it was computed with and those that it moves."""
 
@@ -84,14 +84,14 @@ class Leases:
         for unit in beyond:
             self._done[unit.step].add(unit.number)
         self._free: list[Unit] = []  # a heap of those whose lease ended without a commit
-        self._leases: dict[int, Lease] = {}  # that count, by token, the oldest first
+        self._leases: dict[int, UnitLease] = {}  # that count, by token, the oldest first
         self._of_worker: dict[int, int] = {}
         self._token = first_token
         self._last: int | None = None
         self._next = Unit(step + 1, 0)  # the first that has never been leased
         self._completed()
 
-    def lease(self, worker: int, now: float, limit_s: float = float("inf")) -> Lease | None:
+    def lease(self, worker: int, now: float, limit_s: float = float("inf")) -> UnitLease | None:
         """A unit for a worker, which gives up the lease that it had; None if it has to wait.
 
         Args:
@@ -103,13 +103,13 @@ class Leases:
         unit = self._take() or self._take_over(now - limit_s)
         if unit is None:
             return None
-        lease = Lease(self._token, unit, worker, self.version, now)
+        lease = UnitLease(self._token, unit, worker, self.version, now)
         self._token += 1
         self._leases[lease.token] = lease
         self._of_worker[worker] = lease.token
         return lease
 
-    def find(self, token: int) -> Lease | None:
+    def find(self, token: int) -> UnitLease | None:
         """The lease with this token, while it counts."""
         return self._leases.get(token)
 

@@ -21,10 +21,10 @@ from instep.comm.buckets import laid_out_like
 from instep.records import BEGINNING, Attempt
 from instep.sync import norm
 from instep.sync.generation import Piece
-from instep.sync.servers.cuts import Segment, pieces_of
+from instep.sync.servers.cuts import BucketSegment, pieces_of
 from instep.sync.servers.guess import Guess
 from instep.sync.servers.shared_parts import SharedParts
-from instep.sync.servers.traffic import Traffic
+from instep.sync.servers.traffic import ServerTraffic
 from instep.sync.sums import Sums
 
 
@@ -46,7 +46,7 @@ class PartMoves:
         comm: Comm,
         servers: Sequence[int],
         shared: SharedParts,
-        traffic: Traffic,
+        traffic: ServerTraffic,
         sums: Sums,
         agreed: Mapping[int, Tensor],
         *,
@@ -67,7 +67,7 @@ class PartMoves:
         self.attempt = attempt
         self.early = self._may and self._guess.counts(attempt.number)
 
-    def move_early(self, segment: Segment, *, give: bool) -> None:
+    def move_early(self, segment: BucketSegment, *, give: bool) -> None:
         """If it may, move a segment of which the sum is there, and send it to the workers.
 
         Args:
@@ -120,7 +120,11 @@ class PartMoves:
             self._shared.own.undo(self.attempt)
 
     def _gradients(
-        self, segments: Sequence[Segment], there: Sequence[bool], scale: float, again: bool = False
+        self,
+        segments: Sequence[BucketSegment],
+        there: Sequence[bool],
+        scale: float,
+        again: bool = False,
     ) -> dict[Piece, Tensor]:
         """Gradients of segments of this server, for the parameters that have one.
 
@@ -140,13 +144,13 @@ class PartMoves:
             gradients[piece] = gradient.mul_(scale) if scale != 1.0 else gradient
         return gradients
 
-    def _give(self, segments: Sequence[Segment], there: Sequence[bool]) -> None:
+    def _give(self, segments: Sequence[BucketSegment], there: Sequence[bool]) -> None:
         """Send what is new of segments of this server to the workers."""
         assert self._shared.own is not None, "a server gives"
         self._shared.own.give(self.attempt.number, segments, there)
         self._traffic.give(segments)
 
-    def _move(self, segments: Sequence[Segment], gradients: Mapping[Piece, Tensor]) -> None:
+    def _move(self, segments: Sequence[BucketSegment], gradients: Mapping[Piece, Tensor]) -> None:
         """Have the optimizer move these segments by the gradients that there are."""
         assert self._shared.own is not None, "a server moves"
         self._shared.own.move(self.attempt.number, pieces_of(segments), gradients)

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from instep.records import Attempt
 from instep.sync.generation import SERVED, Memory, Mover, Piece
 from instep.sync.servers.copies import PARAMETERS, of_part
-from instep.sync.servers.cuts import Packed, Part, Segment, pieces_of
+from instep.sync.servers.cuts import BucketSegment, Packed, ServerPart, pieces_of
 from instep.sync.servers.differences import Differences
 from instep.sync.servers.kept_rows import KeptRows
 
@@ -85,7 +85,7 @@ class OwnPart:
         for piece in pieces:
             held[piece].grad = None
 
-    def give(self, number: int, segments: Sequence[Segment], there: Sequence[bool]) -> None:
+    def give(self, number: int, segments: Sequence[BucketSegment], there: Sequence[bool]) -> None:
         """Have what goes back to the workers be what segments are now.
 
         Args:
@@ -156,7 +156,7 @@ class OwnPart:
         for server, packed in self._new.items() if self._back is not None else ():
             packed.flat.copy_(left[f"{_SERVED}{server}"])
 
-    def states(self, part: Part) -> dict[str, Tensor]:
+    def states(self, part: ServerPart) -> dict[str, Tensor]:
         """What the optimizer has for this server's part, as in a checkpoint; with a codec also the
         parameters, which workers hold otherwise."""
         states = of_part(part, self._mover.states())

@@ -18,7 +18,7 @@ from instep.errors import SpecError
 from instep.sync.reducers import Place, Room
 from instep.sync.reducers.residuals import Residuals
 from instep.sync.reducers.whole_buckets import WholeBuckets
-from instep.sync.servers.cuts import Segment
+from instep.sync.servers.cuts import BucketSegment
 
 
 class Pushes(Residuals[Codec]):
@@ -41,7 +41,7 @@ class Pushes(Residuals[Codec]):
         comm: Comm,
         layout: WholeBuckets,
         room: Room,
-        segments: Iterable[Segment],
+        segments: Iterable[BucketSegment],
     ) -> None:
         super().__init__(codec, comm, layout, room)
         self._payloads = {segment: payload_of(codec, segment) for segment in segments}
@@ -52,8 +52,8 @@ class Pushes(Residuals[Codec]):
 
     @torch.no_grad()
     def encode(
-        self, number: int, flat: Tensor, segments: Sequence[Segment], key: int
-    ) -> Mapping[Segment, Tensor]:
+        self, number: int, flat: Tensor, segments: Sequence[BucketSegment], key: int
+    ) -> Mapping[BucketSegment, Tensor]:
         """The payload of each segment of the next bucket; they are good until the next step.
 
         Args:
@@ -124,6 +124,6 @@ def nothing_left(
     return {f"residual/{slot}": torch.zeros(p.shape, dtype=torch.float32) for slot, p in every}
 
 
-def payload_of(codec: Codec, segment: Segment) -> Tensor:
+def payload_of(codec: Codec, segment: BucketSegment) -> Tensor:
     """[bytes] Room for what a segment is encoded to."""
     return torch.zeros(codec.size(segment.stop - segment.start), dtype=torch.uint8)

@@ -51,7 +51,7 @@ from instep.sync.servers.own_part import OwnPart, rows_of
 from instep.sync.servers.pushes import Pushes, check_codec, layout_of, nothing_left
 from instep.sync.servers.shared_parts import SharedParts, checked
 from instep.sync.servers.tables import Tables
-from instep.sync.servers.traffic import Traffic
+from instep.sync.servers.traffic import ServerTraffic
 from instep.sync.sums import Sums, Wide, sums_of
 
 
@@ -157,7 +157,7 @@ class ServerSync(Gathering):
         if self.codec is not None and self._mine < 0:
             room = Room(slots=slots, staged=self._carry.stamp)
             self._pushes = Pushes(self.codec, comm, self._residuals, room, shared.encoded)
-        self._traffic = Traffic(comm, self._servers, shared, self._buckets, self._pushes)
+        self._traffic = ServerTraffic(comm, self._servers, shared, self._buckets, self._pushes)
         places = {slot: view for slot, (_, view) in self._home.items()}
         self._moves = PartMoves(
             comm, self._servers, shared, self._traffic, self._sums, places, early=self._overlap

@@ -15,7 +15,7 @@ from torch import Tensor
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket
 from instep.sync.arriving import summed
-from instep.sync.servers.cuts import Segment
+from instep.sync.servers.cuts import BucketSegment
 from instep.sync.servers.pushes import Pushes
 from instep.sync.servers.shared_parts import SharedParts
 
@@ -24,7 +24,7 @@ AHEAD = 4
 more of them the first sum is complete later; a worker that sends to several servers is uneven."""
 
 
-class Traffic:
+class ServerTraffic:
     """One rank's.
 
     Args:
@@ -50,7 +50,7 @@ class Traffic:
         self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
         self._under_way: list[Work] = []
-        self._segments: list[list[tuple[int, Segment]]] = [[] for _ in buckets]
+        self._segments: list[list[tuple[int, BucketSegment]]] = [[] for _ in buckets]
         for server, part in enumerate(self._parts):
             for segment in part.segments:
                 self._segments[segment.bucket].append((server, segment))
@@ -67,7 +67,7 @@ class Traffic:
             key: with a codec, the number of the commit.
         """
         sent = list[Work]()
-        payloads: Mapping[Segment, Tensor] = {}
+        payloads: Mapping[BucketSegment, Tensor] = {}
         segments = [segment for _, segment in self._segments[number]]
         if self._pushes is not None and self._pushes.encodes(number):
             payloads = self._pushes.encode(number, flat, segments, key)
@@ -78,19 +78,19 @@ class Traffic:
                 self.pull(server, segment)
         return _All(sent)
 
-    def pull(self, server: int, segment: Segment) -> None:
+    def pull(self, server: int, segment: BucketSegment) -> None:
         """Have the new parameters of a segment come to this worker."""
         into = self._answer(server, segment)
         self._under_way.append(self._comm.receive(into, self._servers[server]))
 
-    def _answer(self, server: int, segment: Segment) -> Tensor:
+    def _answer(self, server: int, segment: BucketSegment) -> Tensor:
         """Where what goes back of a segment lies."""
         payload = self._payloads.get(segment)
         return self._new[server].of(segment) if payload is None else payload
 
     # ---- servers
 
-    def summed(self) -> Iterator[Segment]:
+    def summed(self) -> Iterator[BucketSegment]:
         """Add up what the workers send for this server's part; each segment as its sum is there."""
         places, ahead = self._places(self._mine), AHEAD * len(self._servers)
         codecs = [self._codec if segment in self._payloads else None for segment in places]
@@ -102,7 +102,7 @@ class Traffic:
                 self._under_way.append(self._comm.send(place, follower))
             yield segment
 
-    def followed(self) -> Iterator[Segment]:
+    def followed(self) -> Iterator[BucketSegment]:
         """Get the sums of the part of which this server keeps a copy; each as it is there."""
         leader = (self._mine - 1) % len(self._servers)
         places = self._places(leader)
@@ -111,7 +111,7 @@ class Traffic:
             message.wait()
             yield segment
 
-    def give(self, segments: Sequence[Segment]) -> None:
+    def give(self, segments: Sequence[BucketSegment]) -> None:
         """Send what is new of this server's part to the workers."""
         self._under_way += [
             self._comm.send(self._answer(self._mine, segment), rank)
@@ -119,7 +119,7 @@ class Traffic:
             for rank in self._workers
         ]
 
-    def _places(self, server: int) -> dict[Segment, Tensor]:
+    def _places(self, server: int) -> dict[BucketSegment, Tensor]:
         """Where the sums of a server's part lie."""
         return {
             segment: self._buckets[segment.bucket].flat[segment.start : segment.stop]

@@ -10,10 +10,10 @@ from torch import Tensor
 from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.errors import CheckpointError
-from instep.state.save import Shard
+from instep.state.save import CheckpointShard
 from instep.worker.loop.shard_files import write_shards
 
-Shards: TypeAlias = dict[str, Shard] | CheckpointError
+Shards: TypeAlias = dict[str, CheckpointShard] | CheckpointError
 """Files that several members have written, by the name of their group; or why there are none."""
 
 

@@ -20,7 +20,7 @@ from instep.engine.state.capture import STRATEGY
 from instep.engine.state.parts import captured_parts
 from instep.errors import CheckpointError, RunError
 from instep.job.file import dump
-from instep.state.boxes import Cut, MeshRank
+from instep.state.boxes import BoxCut, MeshRank
 from instep.state.export.hugging_face import keep_config
 from instep.state.export.whole import Lent, lend, save_whole
 from instep.state.files.manifest import published
@@ -28,7 +28,7 @@ from instep.state.files.room import LAST_RESERVE_BYTES, RESERVE_BYTES
 from instep.state.files.staging import save_model
 from instep.state.intact import discard_after
 from instep.state.retention import Best, facts_of
-from instep.state.save import CheckpointWriter, Saved, Shard
+from instep.state.save import CheckpointShard, CheckpointWriter, Saved
 from instep.state.snapshot import (
     COPIES,
     PART,
@@ -103,7 +103,7 @@ class Saver:
         last: bool,
         metrics: Mapping[str, float] | None = None,
         own: Mapping[str, Tensor] = MappingProxyType({}),
-        shards: Mapping[str, Shard] | CheckpointError = MappingProxyType({}),
+        shards: Mapping[str, CheckpointShard] | CheckpointError = MappingProxyType({}),
         since: float | None = None,
     ) -> None:
         """Save the commit if it is due; report what has been published since the last call.
@@ -284,7 +284,7 @@ def lend_model(comm: Comm, member: Member, model: nn.Module) -> None:
         lend(comm, *_own_model(member, model))
 
 
-def _own_model(member: Member, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Cut]]:
+def _own_model(member: Member, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, BoxCut]]:
     """What this rank writes of the model, by name, and which parts they are."""
     rank = MeshRank(member.job.mesh, member.number)
     parts = captured_parts(model_tensors(model), {}, {}, model, rank)

@@ -28,14 +28,14 @@ from instep.state.files.room import LAST_RESERVE_BYTES, RESERVE_BYTES
 from instep.state.files.sending import receive_file, send_file
 from instep.state.files.staging import SAVING, write_tensors
 from instep.state.pieces import CUTS, SHARD, TABLE
-from instep.state.save import Shard
+from instep.state.save import CheckpointShard
 from instep.state.snapshot import PART
 
 _ROW = 33
 """Size and SHA-256 of a file, in numbers."""
 
 
-class _File(NamedTuple):
+class _MemberFile(NamedTuple):
     """A file of a checkpoint that one member writes."""
 
     path: Path
@@ -51,7 +51,7 @@ def write_shards(
     own: Mapping[str, Tensor] = MappingProxyType({}),
     *,
     last: bool = False,
-) -> dict[str, Shard] | CheckpointError:
+) -> dict[str, CheckpointShard] | CheckpointError:
     """Have servers, and the ranks of the first replica if it is a mesh, write what they alone have
     of the last commit; all members call it.
 
@@ -74,7 +74,7 @@ def write_shards(
     comm, form, step = engine.comm, member.form, engine.state.progress.step
     assert form is not None, "no generation yet"
     folder = member.run / "checkpoints"
-    files, mine = dict[str, _File](), dict[str, tuple[Mapping[str, Tensor], dict[str, str]]]()
+    files, mine = dict[str, _MemberFile](), dict[str, tuple[Mapping[str, Tensor], dict[str, str]]]()
     parts = member.job.mesh.ranks if member.job.mesh.ranks > 1 else 0
     servers, tables = comm.size - len(form.servers), engine.tables
     for kind, first, workers in (
@@ -85,7 +85,7 @@ def write_shards(
         for number, worker in enumerate(workers):
             path = folder / f"{SAVING}{step}-{kind}{number}-{form.generation}"
             who = f"{'server' if first == servers else 'worker'} {worker}"
-            files[f"{kind}{number}"] = _File(path, first + number, who)
+            files[f"{kind}{number}"] = _MemberFile(path, first + number, who)
     if comm.rank < parts:
         snapshot = engine.state.capture(engine.buffers.moved)
         groups = snapshot.tensors.items()
@@ -107,11 +107,11 @@ def _write_files(
     comm: Comm,
     member: Member,
     step: int,
-    files: Mapping[str, _File],
+    files: Mapping[str, _MemberFile],
     mine: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]],
     device: torch.device,
     reserve: int,
-) -> dict[str, Shard] | CheckpointError:
+) -> dict[str, CheckpointShard] | CheckpointError:
     """Each member writes its own, rank 0 also those of members that do not see the run's folder;
     all learn whether all could. As `write_shards`."""
     told, sees = torch.zeros(len(files), _ROW, dtype=torch.int64), who_sees(member, comm, device)
@@ -136,7 +136,7 @@ def _write_files(
             told[row] = torch.tensor([entry.size_bytes, *bytes.fromhex(entry.sha256)])
     comm.all_reduce(told).wait()
     written = {
-        group: Shard(file.path, FileEntry(size, bytes(digest).hex()))
+        group: CheckpointShard(file.path, FileEntry(size, bytes(digest).hex()))
         for (group, file), (size, *digest) in zip(files.items(), told.tolist(), strict=True)
         if size > 0
     }

@@ -29,7 +29,7 @@ from instep.engine.state.kept_buffers import KeptBuffers
 from instep.errors import DataError, InstepError, RecipeError, one_line
 from instep.job.spec import JobSpec
 from instep.parallel.blocks import repeated_blocks
-from instep.parallel.gate import Verdict
+from instep.parallel.gate import GateVerdict
 from instep.parallel.global_batch.reads import Reads
 from instep.parallel.shard.shardable import owners_of, unshardable
 from instep.parallel.two_blocks import TwoBlocks
@@ -41,7 +41,7 @@ from instep.system.kernels import per_machine
 from instep.worker.passes.on_mesh import MeshPass
 from instep.worker.passes.works import Works
 from instep.worker.replica.replica import Replica
-from instep.worker.trial.gate import STEP, Gate, in_parts, whole_passes
+from instep.worker.trial.gate import STEP, GradientGate, in_parts, whole_passes
 from instep.worker.trial.model import Copied
 from instep.worker.trial.two_blocks import on_two_blocks
 
@@ -110,7 +110,7 @@ class MeshCheck:
                 processes = per_machine(job.workers, job.launch.count)
                 two = on_two_blocks(forward, self._two, begun.fill, processes)
             with two:
-                self._gate = Gate(forward, job.seed)
+                self._gate = GradientGate(forward, job.seed)
                 if first and not self._why:
                     passes = whole_passes(loader, job, self._batches, skipped=self._lost)
                     if blocks:
@@ -147,7 +147,7 @@ class MeshCheck:
 
     def run(
         self, replica: Replica, reads: Reads | None, *, merge: bool
-    ) -> tuple[Verdict | None, str]:
+    ) -> tuple[GateVerdict | None, str]:
         """Compare; all processes of the replica call it, after the model has been split.
 
         Args:
@@ -199,7 +199,7 @@ class MeshCheck:
 
     def _compare_wide(
         self, wide: Copied, replica: Replica, reads: Reads | None, *, merge: bool
-    ) -> Verdict:
+    ) -> GateVerdict:
         forward = self._forward
         with self._on_wide(wide):
             with preserved():
@@ -210,7 +210,7 @@ class MeshCheck:
             finally:
                 forward.run, self._wide = before, None
 
-    def _compare(self, replica: Replica, reads: Reads | None, *, merge: bool) -> Verdict:
+    def _compare(self, replica: Replica, reads: Reads | None, *, merge: bool) -> GateVerdict:
         comm = replica.comm
         self._gate.agree(comm)
         model = self._forward.model.train()

@@ -22,13 +22,13 @@ from instep.errors import SpecError
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
-from instep.worker.own.evaluation import Piece, exchange
+from instep.worker.own.evaluation import EvaluationPiece, exchange
 
 EVALUATION = "the loop over an evaluation loader"
 """The call with which an evaluation begins; its result is how many parts it has."""
 
 
-class Call(NamedTuple):
+class UserCall(NamedTuple):
     """One call of the user's code."""
 
     name: str
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     """The same on every process: numbers, tensors, and lists and dicts of them."""
 
 
-class Calls(Sections[list[Call]]):
+class UserCalls(Sections[list[UserCall]]):
     """The calls since the last commit, and at which of them this process is."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Calls(Sections[list[Call]]):
         """Which part of the evaluation under way this process has."""
         self._given: tuple[str, int] = ("", 0)
 
-    def answered(self, name: str) -> Call | None:
+    def answered(self, name: str) -> UserCall | None:
         """The result of the present call, if it is known; the next call is the one after.
 
         Raises:
@@ -65,7 +65,7 @@ class Calls(Sections[list[Call]]):
         self._at += 1
         return call
 
-    def add(self, call: Call) -> None:
+    def add(self, call: UserCall) -> None:
         """The present call has its result."""
         self.done.setdefault(self._section, []).append(call)
         self._at += 1
@@ -128,7 +128,7 @@ class Calls(Sections[list[Call]]):
         if comm.rank != root:
             tensors = {name: tensor.cpu() for name, tensor in taken.tensors["calls"].items()}
             log = unpack_state(tensors, taken.facts["calls"])
-            self.done = {name: [Call(*call) for call in calls] for name, calls in log.items()}
+            self.done = {name: [UserCall(*call) for call in calls] for name, calls in log.items()}
 
     def _deal_parts(self, comm: Comm, device: torch.device) -> None:
         """In the evaluation that is under way, newcomers have the parts that were lost."""
@@ -173,7 +173,7 @@ class Waits:
         """
         text = json.dumps(self._now).encode()
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        every = exchange(comm, device, "a new group", Piece(0, [own]))
+        every = exchange(comm, device, "a new group", EvaluationPiece(0, [own]))
         self._now, self._done = None, 0
         waited = dict[tuple[int, int], tuple[int, str]]()
         for rank, piece in enumerate(every):

@@ -27,7 +27,7 @@ NONE = -1
 """The number of a batch that another process has: what comes of it does not count."""
 
 
-class Piece(NamedTuple):
+class EvaluationPiece(NamedTuple):
     """What one process has to give."""
 
     number: int
@@ -141,7 +141,9 @@ def build_again(leaves: Sequence[Tensor], form: Any) -> Any:
     return nested.tree_unflatten(list(leaves), form)
 
 
-def exchange(comm: Comm, device: torch.device, name: str, piece: Piece) -> list[Piece]:
+def exchange(
+    comm: Comm, device: torch.device, name: str, piece: EvaluationPiece
+) -> list[EvaluationPiece]:
     """Every process's piece, on each in the order of the ranks, on the CPU.
 
     Args:
@@ -172,7 +174,7 @@ def exchange(comm: Comm, device: torch.device, name: str, piece: Piece) -> list[
     padded[: flat.numel()] = flat
     rows = _gathered(comm, padded.to(device)).cpu()
     return [
-        Piece(number, _leaves(row[:length], said_bytes))
+        EvaluationPiece(number, _leaves(row[:length], said_bytes))
         for row, (_, number, said_bytes, length) in zip(rows, heads.tolist(), strict=True)
     ]
 
@@ -194,7 +196,7 @@ def _leaves(row: Tensor, said_bytes: int) -> list[Tensor]:
     return leaves
 
 
-def joined(pieces: Sequence[Piece]) -> list[Tensor]:
+def joined(pieces: Sequence[EvaluationPiece]) -> list[Tensor]:
     """Each tensor of those that count, one behind the other in the order of their batches.
 
     Raises:

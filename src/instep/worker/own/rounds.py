@@ -160,7 +160,7 @@ class LocalCalls(OptimizerCalls):
         return super().scheduler_step(original, *args, **kwargs)
 
 
-class OwnRounds(OwnLoop):
+class OwnLoopRounds(OwnLoop):
     """What stands behind loader, optimizer and scheduler where participants are averaged.
 
     Raises:

@@ -24,8 +24,8 @@ from instep.engine.state.committed import CommittedState
 from instep.errors import PeerError, SpecError
 from instep.worker.loop.after_commit import AfterCommit
 from instep.worker.own import evaluation
-from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
-from instep.worker.own.evaluation import NONE, Piece, Round
+from instep.worker.own.calls import EVALUATION, UserCall, UserCalls, Waits
+from instep.worker.own.evaluation import NONE, EvaluationPiece, Round
 from instep.worker.own.iteration import OwnStep
 from instep.worker.passes.activity import Activity
 
@@ -68,7 +68,7 @@ class SharedCalls:
         self._step, self._per_epoch, self._meet_again = step, per_epoch, meet
         self._device, self._too_early = engine.device, too_early
         self._evaluates_since: float | None = None
-        self._calls = Calls()
+        self._calls = UserCalls()
         self._known_step: int | None = None  # the commit that the calls follow
         self._waits_in = Waits()
 
@@ -127,7 +127,9 @@ class SharedCalls:
         own = torch.tensor(values, dtype=torch.float64)
 
         def talk() -> list[list[float]]:
-            every = evaluation.exchange(self.engine.comm, self._device, name, Piece(0, [own]))
+            every = evaluation.exchange(
+                self.engine.comm, self._device, name, EvaluationPiece(0, [own])
+            )
             return [piece.leaves[0].tolist() for piece in every]
 
         rows: list[list[float]] = self._call(name, talk, [own.tolist()])
@@ -143,7 +145,7 @@ class SharedCalls:
             number = NONE
 
         def talk() -> list[Tensor]:
-            piece = Piece(number, leaves)
+            piece = EvaluationPiece(number, leaves)
             every = evaluation.exchange(self.engine.comm, self._device, name, piece)
             if expected is not None and {*expected} - {each.number for each in every}:
                 raise _PartsMissing
@@ -158,7 +160,7 @@ class SharedCalls:
             raise self._within("an evaluation")
 
         def talk() -> int:
-            comm, nothing = self.engine.comm, Piece(0, [])
+            comm, nothing = self.engine.comm, EvaluationPiece(0, [])
             return len(evaluation.exchange(comm, self._device, EVALUATION, nothing))
 
         self._evaluates_since = time.perf_counter()
@@ -188,7 +190,7 @@ class SharedCalls:
                 )
             told = not state.over and self._ends.stopping.after_validation(step, metrics)
             if self._member.recovers:  # a later worker is not to tell it again
-                evaluation.exchange(comm, self._device, "session.validated", Piece(0, []))
+                evaluation.exchange(comm, self._device, "session.validated", EvaluationPiece(0, []))
             return [told]
 
         (told,) = self._call("session.validated", talk, [False])
@@ -227,7 +229,7 @@ class SharedCalls:
                 self._wait_for_newcomer()
             else:
                 if self._member.recovers:
-                    self._calls.add(Call(name, result))
+                    self._calls.add(UserCall(name, result))
                 return result
 
     def _call_within(self, name: str, talk: Callable[[], Any], own: Any) -> Any:

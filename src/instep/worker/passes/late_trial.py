@@ -26,7 +26,7 @@ from instep.system.memory import room
 from instep.usercode.places import is_of_user
 from instep.worker.passes.activity import Activity
 from instep.worker.trial.reads import shapes_in, try_step, try_trained
-from instep.worker.trial.shapes import Watch
+from instep.worker.trial.shapes import ShapeWatch
 
 TRYING = "trying a batch"
 """The phase of a worker that tries what it is to train on."""
@@ -65,11 +65,11 @@ class LateTrial:
     ) -> None:
         self._member, self._job, self._forward = member, member.job, forward
         self._loader, self._state, self._activity = loader, state, activity
-        self._last, self._alone, self._watch = last, alone, Watch()
+        self._last, self._alone, self._watch = last, alone, ShapeWatch()
 
     def begin(self, trial: Trial) -> None:
         """Take this trial's shapes for those that are known."""
-        self._watch = Watch(trial.shapes)
+        self._watch = ShapeWatch(trial.shapes)
 
     @property
     def _trial(self) -> Trial:

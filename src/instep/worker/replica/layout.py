@@ -33,14 +33,14 @@ from instep.state.broadcast import broadcast_bytes
 from instep.undecodable import UNDECODABLE
 
 if TYPE_CHECKING:  # imported where there is one: it takes a second
-    from instep.parallel.layout import Example, Layout
+    from instep.parallel.layout import Example, MeshLayout
 
 
 _EXAMPLES = 8
 """Micro-batches on which it is tried how a model can be cut into stages."""
 
 
-def found_layout(member: Member, model: nn.Module, example: Example, *, timed: bool) -> Layout:
+def found_layout(member: Member, model: nn.Module, example: Example, *, timed: bool) -> MeshLayout:
     """The same for the first process of a replica; one that does not see the run's folder is told
     what worker 0 has found.
 
@@ -48,11 +48,11 @@ def found_layout(member: Member, model: nn.Module, example: Example, *, timed: b
         InstepError: as `agreed_layout`.
         PeerError: there is no master any more.
     """
-    from instep.parallel.layout import Layout
+    from instep.parallel.layout import MeshLayout
 
     if not member.sees_run:
         member.phase = "meeting"
-        return msgspec.json.decode(member.run_store.get("layout"), type=Layout)
+        return msgspec.json.decode(member.run_store.get("layout"), type=MeshLayout)
     layout = agreed_layout(member.run, member.job.mesh, model, example, timed=timed)
     if member.number == 0:
         member.run_store.set("layout", msgspec.json.encode(layout))
@@ -61,7 +61,7 @@ def found_layout(member: Member, model: nn.Module, example: Example, *, timed: b
 
 def agreed_layout(
     run: Path, mesh: MeshSpec, model: nn.Module, example: Example, *, timed: bool = True
-) -> Layout:
+) -> MeshLayout:
     """The layout that the processes of a run use.
 
     Args:
@@ -75,7 +75,7 @@ def agreed_layout(
         RecipeError, SpecError: the model cannot be laid out so.
         RunError: the file cannot be written or read.
     """
-    from instep.parallel.layout import Layout, find_layout
+    from instep.parallel.layout import MeshLayout, find_layout
 
     digest = zlib.crc32(msgspec.json.encode(mesh, order="sorted"))
     file = run / f"mesh-{digest:08x}.json"
@@ -84,7 +84,7 @@ def agreed_layout(
             with preserved():
                 found = find_layout(model, mesh, example, timed=timed)
             _put(file, msgspec.json.format(msgspec.json.encode(found)))
-        layout = msgspec.json.decode(read_plain(file), type=Layout)
+        layout = msgspec.json.decode(read_plain(file), type=MeshLayout)
     except OSError as error:
         why = "cannot be written or read: " + (error.strerror or str(error))
         raise _unusable(file, why) from error
@@ -109,7 +109,7 @@ def _put(file: Path, text: bytes) -> None:
         own.unlink(missing_ok=True)
 
 
-def _names(layout: Layout) -> set[str]:
+def _names(layout: MeshLayout) -> set[str]:
     """The modules that a layout is about."""
     plan = layout.plan
     found = (
@@ -125,17 +125,17 @@ def _unusable(file: Path, why: str) -> RunError:
     )
 
 
-def told_layout(comm: Comm, layout: Layout | None, device: torch.device) -> Layout:
+def told_layout(comm: Comm, layout: MeshLayout | None, device: torch.device) -> MeshLayout:
     """The layout of a replica's first process, on all of them; each calls it. An empty one where
     it has none.
 
     Raises:
         PeerError: one of them was lost.
     """
-    from instep.parallel.layout import Layout
+    from instep.parallel.layout import MeshLayout
 
-    text = msgspec.json.encode(layout or Layout())
-    return msgspec.json.decode(broadcast_bytes(text, comm, 0, device), type=Layout)
+    text = msgspec.json.encode(layout or MeshLayout())
+    return msgspec.json.decode(broadcast_bytes(text, comm, 0, device), type=MeshLayout)
 
 
 def example_of(forward: Forward, loader: Loader, job: JobSpec, batches: Batches) -> Example:

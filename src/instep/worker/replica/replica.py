@@ -29,7 +29,7 @@ from instep.worker.replica.same_batch import SameBatch
 from instep.worker.trial.hooked import hooked_parameter
 
 if TYPE_CHECKING:
-    from instep.parallel.layout import Example, Layout
+    from instep.parallel.layout import Example, MeshLayout
     from instep.parallel.pipeline.staged import Staged
 
 
@@ -56,7 +56,7 @@ class Replica:
         member: Member,
         model: nn.Module,
         device: torch.device,
-        layout: Layout | None = None,
+        layout: MeshLayout | None = None,
         example: Example | None = None,
         *,
         alike: bool = False,

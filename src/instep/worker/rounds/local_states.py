@@ -33,7 +33,7 @@ VALUES = "values"
 """The name of all that a participant trains, in the part `MODEL`."""
 
 
-class Part(Protocol):
+class ParticipantPart(Protocol):
     """Something that each participant remembers."""
 
     def pack(self) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class LocalStates:
     """
 
     def __init__(
-        self, parts: Mapping[str, Part], device: torch.device, *, stays: bool = False
+        self, parts: Mapping[str, ParticipantPart], device: torch.device, *, stays: bool = False
     ) -> None:
         self.parts, self.stays = dict(parts), stays
         self._device = device

@@ -26,7 +26,7 @@ from instep.job.sync import RoundSpec
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
 from instep.words import listed
-from instep.worker.rounds.participant_columns import Columns, columns_of, named_labels
+from instep.worker.rounds.participant_columns import ParticipantColumns, columns_of, named_labels
 
 MOST_COUNTS = 10_000
 """Counts of labels that are logged, of all participants."""
@@ -93,12 +93,12 @@ def validated_apart(job: JobSpec, own: OwnData | None) -> list[int]:
     return own.validation_sizes if own is not None and not job.sync.sealed else []
 
 
-def _columns(job: JobSpec, scheme: str, recipe: Recipe) -> Columns | None:
+def _columns(job: JobSpec, scheme: str, recipe: Recipe) -> ParticipantColumns | None:
     """Columns that a partition deals by; None if it needs nothing."""
     if scheme == "parts":  # those of a validation set are its own, unless it is the other side
         parts, other = job.data.parts, recipe.validate if job.data.split else None
         validate = part_of_each(other, parts) if other is not None else None
-        return Columns(part_of_each(recipe.train, parts), validate)
+        return ParticipantColumns(part_of_each(recipe.train, parts), validate)
     return columns_of(job, scheme, recipe) if scheme in COLUMNS else None
 
 

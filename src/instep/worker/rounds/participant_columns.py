@@ -26,7 +26,7 @@ MOST_ASKED = 20_000
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Columns(NamedTuple):
+class ParticipantColumns(NamedTuple):
     """A number for each sample."""
 
     train: Indices
@@ -34,7 +34,7 @@ class Columns(NamedTuple):
     """None where only those to train on are known."""
 
 
-def columns_of(job: JobSpec, scheme: str, recipe: Recipe) -> Columns:
+def columns_of(job: JobSpec, scheme: str, recipe: Recipe) -> ParticipantColumns:
     """What a partition deals by.
 
     Raises:
@@ -61,7 +61,9 @@ def columns_of(job: JobSpec, scheme: str, recipe: Recipe) -> Columns:
         own = _numbered(own, known)
         if others is not None:
             others = _numbered(others, known)
-    return Columns(own.astype(np.int64), None if others is None else others.astype(np.int64))
+    return ParticipantColumns(
+        own.astype(np.int64), None if others is None else others.astype(np.int64)
+    )
 
 
 def named_labels(job: JobSpec, recipe: Recipe) -> Array | None:

@@ -40,7 +40,13 @@ from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
 from instep.worker.rounds.local_models import LocalModel
 from instep.worker.rounds.local_optimizers import LocalOptimizers
 from instep.worker.rounds.local_parameters import LocalParameters
-from instep.worker.rounds.local_states import MODEL, OPTIMIZER, PARAMETERS, LocalStates, Part
+from instep.worker.rounds.local_states import (
+    MODEL,
+    OPTIMIZER,
+    PARAMETERS,
+    LocalStates,
+    ParticipantPart,
+)
 from instep.worker.rounds.participant import Participant, Way, local_steps_of
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.summing import clipped_mean
@@ -56,7 +62,7 @@ def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> ClippedMean | No
     strategy: object = engine.turn.strategy
     assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
     update.mu, strategy.start_after = strategy.pull, job.start_after
-    parts: dict[str, Part] = {}
+    parts: dict[str, ParticipantPart] = {}
     if job.keeps_optimizers:
         parts[OPTIMIZER] = LocalOptimizers(update.optimizer)
     rounds = job.sync.rounds

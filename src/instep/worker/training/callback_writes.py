@@ -18,7 +18,7 @@ from instep.engine.trial_result import Trial
 from instep.engine.update import Update
 from instep.recipe.forward import Forward
 from instep.usercode.numbers import alike, is_number, is_small_array
-from instep.usercode.places import Place, own_of, places
+from instep.usercode.places import KeptPlace, own_of, places
 from instep.worker.passes.late_trial import say_late
 from instep.worker.training.dataset_values import DatasetLook, DatasetValues
 from instep.worker.training.steering import Name, named, steering
@@ -72,7 +72,7 @@ class CallbackWrites:
     ) -> None:
         self._member, self._state, self._model = member, state, model
         self._keepers, self._data, self._updates = tuple(keepers), tuple(data), tuple(updates)
-        self._places: list[Place] | None = None
+        self._places: list[KeptPlace] | None = None
         self._of_data = DatasetValues(())
 
     @contextmanager
@@ -133,13 +133,13 @@ _MODES = str, Enum, FunctionType, BuiltinFunctionType
 class _Before(NamedTuple):
     """Content of a place, as far as a change of it can be seen."""
 
-    place: Place
+    place: KeptPlace
     value: Any
     version: int
     copied: Any
 
     @classmethod
-    def of(cls, place: Place) -> _Before:
+    def of(cls, place: KeptPlace) -> _Before:
         value = place.get()
         counted = isinstance(value, Tensor) and not value.is_inference()
         copied = copy.copy(value) if _is_tiny(value) or _is_short(value) else None

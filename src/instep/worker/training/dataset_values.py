@@ -16,7 +16,7 @@ from torch import Tensor
 from instep.data.reading.noticed import is_simple, objects_of
 from instep.data.reading.own_writes import attributes, set_by_reading
 from instep.usercode.numbers import alike, is_large_tensor, is_number
-from instep.usercode.places import Place, own_of, places
+from instep.usercode.places import KeptPlace, own_of, places
 
 _PLACES, _ITEMS, _FEW = 1000, 1024, 64
 """Places of functions that are looked at, items of a list that are compared, and of one whose items
@@ -29,7 +29,7 @@ _BLOCK, _BLOCKS, _ALL = 1 << 12, 64, 1 << 20
 class DatasetValue(NamedTuple):
     """A place where a dataset, or what it is made of, has something."""
 
-    place: Place
+    place: KeptPlace
     lazy: bool = False
     """Whether reading a sample sets it too."""
     grows: bool = True
@@ -51,7 +51,7 @@ class DatasetValues:
         for each in self._objects:
             kind, own = type(each), own_of(each)
             for key, value in attributes(each).items():
-                place = Place(own if key in own else each, key, f"{kind.__name__}.{key}")
+                place = KeptPlace(own if key in own else each, key, f"{kind.__name__}.{key}")
                 grows = key not in self._reading[kind].looked_at
                 for one in (place, *_items(place, value)):
                     found[id(one.holder), one.key] = DatasetValue(
@@ -78,13 +78,13 @@ class DatasetValues:
                     yield key
 
 
-def _items(place: Place, value: Any) -> Iterator[Place]:
+def _items(place: KeptPlace, value: Any) -> Iterator[KeptPlace]:
     """Tensors and arrays in a short list, tuple or dict."""
     if isinstance(value, (list, tuple, dict)) and len(value) <= _FEW:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(item, (Tensor, np.ndarray)):
                 holder = {key: item} if isinstance(value, tuple) else value
-                yield Place(holder, key, f"{place.name}[{key!r}]")
+                yield KeptPlace(holder, key, f"{place.name}[{key!r}]")
 
 
 class DatasetLook:

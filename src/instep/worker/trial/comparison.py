@@ -35,7 +35,7 @@ from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.compared.writes import refuse_writes_by_batch
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
 from instep.worker.trial.model import DERIVES, PassResult, TrialModel
-from instep.worker.trial.shapes import Watch
+from instep.worker.trial.shapes import ShapeWatch
 
 _SLOW_S, _DEARER = 0.05, 4.0
 """If a pass takes more CPU seconds than the first, and in float64 the second times as many, it is
@@ -93,7 +93,7 @@ class SpotComparison:
         self._uncounted = ""
         """A buffer that passes move, if the samples of batches cannot be counted."""
         self._drew_elsewhere = False  # than from torch's generators
-        self._shapes = Watch()
+        self._shapes = ShapeWatch()
         self._once: PassResult | None = None
         """The first micro-batch's, if it need not be run again."""
         self._later: _Told | None = None

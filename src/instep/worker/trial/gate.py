@@ -4,8 +4,8 @@ The reference is what the recipe's model computes while it is whole, on one rank
 of a mesh is used. How a mesh computes, and what its ranks hold, is for the caller to say; what
 counts as the same is decided in `parallel/gate.py`.
 
-The order: a `Gate` of the whole model on every rank; `compute` on rank 0; the mesh is made; its
-ranks `agree`, and compute the same batch within `moved`; `compare` on every rank.
+The order: a `GradientGate` of the whole model on every rank; `compute` on rank 0; the mesh is made;
+its ranks `agree`, and compute the same batch within `moved`; `compare` on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instep.engine.passes import parts_of, share_of
 from instep.engine.turns import key_of_pass
 from instep.job.spec import JobSpec
 from instep.parallel.draws import ByMicroBatch
-from instep.parallel.gate import Box, Piece, Verdict, check
+from instep.parallel.gate import Box, GateVerdict, GradientPiece, check
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.worker.trial.model import Copied, TrialModel
@@ -96,7 +96,7 @@ def in_parts(passes: Iterable[WholePass], parts: int) -> list[WholePass]:
     ]
 
 
-class Gate:
+class GradientGate:
     """Compares the gradients of a mesh with those of one process.
 
     Args:
@@ -166,7 +166,7 @@ class Gate:
 
     def compare(
         self, held: Mapping[str, tuple[Box, Tensor | None]], comm: Comm, mesh: str = ""
-    ) -> Verdict:
+    ) -> GateVerdict:
         """Compare the gradients of the mesh with the reference of rank 0.
 
         Args:
@@ -184,7 +184,7 @@ class Gate:
 
     def _pieces(
         self, held: Mapping[str, tuple[Box, Tensor | None]], comm: Comm, device: torch.device
-    ) -> Iterator[Piece]:
+    ) -> Iterator[GradientPiece]:
         there = torch.tensor([name in self._reference for name in self._shapes], device=device)
         there = there.double()
         comm.broadcast(there)
@@ -197,10 +197,10 @@ class Gate:
                 comm.broadcast(whole)
             box, mesh = held.get(name, (None, None))
             if box is None:
-                yield Piece(name, shape, None, None, None)
+                yield GradientPiece(name, shape, None, None, None)
                 continue
             cut = tuple(slice(first, stop) for first, stop in box)
-            yield Piece(name, shape, box, None if whole is None else whole[cut], mesh)
+            yield GradientPiece(name, shape, box, None if whole is None else whole[cut], mesh)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ _SHORT = 8
 """A part of a made-up place has at most this part of a global batch, so that it takes little."""
 
 
-class Place(NamedTuple):
+class SpotPlace(NamedTuple):
     """Neighbouring slices of an epoch, and their union."""
 
     parts: tuple[Slice, ...]
@@ -79,25 +79,25 @@ class Places:
         self._last = last if 1 < last == self.steps else 1
         """The step with the smallest batch."""
 
-    def compared(self) -> list[Place]:
+    def compared(self) -> list[SpotPlace]:
         """The places to compare, in the order of what they tell."""
         first, last = self.micro_batches(1), self.micro_batches(self._last)
         if len(first) < 2:
             return []
-        few = [Place((first[0], first[1])), self._uneven(last if len(last) > 1 else first)]
+        few = [SpotPlace((first[0], first[1])), self._uneven(last if len(last) > 1 else first)]
         wholes = [self.shares(1, 3), self.shares(self._last, 2)] if len(first) > 2 else []
         more = [
             self._pair(1 + number * self.steps // (MOST - 3), 2 * number, uneven=number % 2 == 0)
             for number in range(1, MOST - 3)
         ]
         order = [*few, *wholes[:1], *more[:1], *wholes[1:], *more[1:]]
-        places: dict[Slice, Place] = {}
+        places: dict[Slice, SpotPlace] = {}
         for place in order:
             if place is not None:
                 places.setdefault(place.whole, place)
         return list(places.values())[: min(MOST, 2 * len(first))]
 
-    def affordable(self, places: list[Place], effort: float) -> list[Place]:
+    def affordable(self, places: list[SpotPlace], effort: float) -> list[SpotPlace]:
         """The first ones of these, and of the others as many as there is time for.
 
         Args:
@@ -128,11 +128,11 @@ class Places:
         return list(_cut(self._train, self._at(step)))
 
     @staticmethod
-    def step(train: TrainSpec, where: Position) -> Place:
+    def step(train: TrainSpec, where: Position) -> SpotPlace:
         """All micro-batches of a step."""
-        return Place(tuple(_cut(train, where)))
+        return SpotPlace(tuple(_cut(train, where)))
 
-    def shares(self, step: int, workers: int) -> Place | None:
+    def shares(self, step: int, workers: int) -> SpotPlace | None:
         """What so many workers have of a step, each in one pass; None if there are not so many."""
         where = self._at(step)
         parts = parts_of(where, self._train)
@@ -140,7 +140,7 @@ class Places:
             share_of(where, parts, workers, n, merge=False, whole=True) for n in range(workers)
         ]
         slices = [part.samples for share in dealt for part in share.passes]
-        return Place(tuple(slices), loss_alone=True) if len(slices) > 1 else None
+        return SpotPlace(tuple(slices), loss_alone=True) if len(slices) > 1 else None
 
     def sizes(self) -> dict[int, Slice]:
         """Each size that a micro-batch of the job has, and one such micro-batch."""
@@ -170,21 +170,21 @@ class Places:
     def _at(self, step: int) -> Position:
         return self._batches.of(step)
 
-    def _pair(self, step: int, place: int, *, uneven: bool) -> Place | None:
+    def _pair(self, step: int, place: int, *, uneven: bool) -> SpotPlace | None:
         parts = self.micro_batches(min(step, self.steps))
         if len(parts) < 2:
             return None
         place %= len(parts) - 1
-        pair = Place((parts[place], parts[place + 1]))
+        pair = SpotPlace((parts[place], parts[place + 1]))
         return self._uneven(list(pair.parts)) if uneven else pair
 
-    def _uneven(self, parts: list[Slice]) -> Place:
+    def _uneven(self, parts: list[Slice]) -> SpotPlace:
         """Neighbours of different size: those of the job, or else one is made shorter."""
         sizes = [part.stop - part.first for part in parts]
         short = max(4, self._train.global_batch // _SHORT)
         for place, (size, other) in enumerate(itertools.pairwise(sizes)):
             if size != other and size + other <= 2 * short + 2:
-                return Place((parts[place], parts[place + 1]))
+                return SpotPlace((parts[place], parts[place + 1]))
         first, second = parts[:2]
         size = min(sizes[0], short)
         first = first._replace(stop=first.first + size)
@@ -193,7 +193,7 @@ class Places:
         elif len(parts) > 2:
             second = second._replace(stop=second.stop + 1)
         made_up = not {part.stop - part.first for part in (first, second)} <= set(self.sizes())
-        return Place((first, second), made_up=made_up)
+        return SpotPlace((first, second), made_up=made_up)
 
 
 def _cut(train: TrainSpec, where: Position) -> Iterator[Slice]:
@@ -201,6 +201,6 @@ def _cut(train: TrainSpec, where: Position) -> Iterator[Slice]:
     return (part.samples for part in every.passes)
 
 
-def _work(place: Place, wide: float) -> float:
+def _work(place: SpotPlace, wide: float) -> float:
     """Of all its passes: so many samples would pass in float32 meanwhile."""
     return wide * place.reads * (ALONE if place.loss_alone else 1.0)

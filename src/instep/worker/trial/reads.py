@@ -27,7 +27,7 @@ from instep.usercode.places import places
 from instep.worker.trial.again import run_again
 from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.model import DERIVES
-from instep.worker.trial.places import MOST, Place, Places
+from instep.worker.trial.places import MOST, Places, SpotPlace
 from instep.worker.trial.sameness import (
     combined,
     mean_of,
@@ -110,7 +110,7 @@ def _try_place(
     loader: Loader,
     job: JobSpec,
     where: Position,
-    place: Place,
+    place: SpotPlace,
     *,
     trained: bool = False,
 ) -> Trial:
@@ -255,7 +255,7 @@ def _cuts(job: JobSpec) -> bool:
     return job.train.batch_norm == "global"
 
 
-def _with_other_shapes(loader: Loader, places: Places) -> list[Place]:
+def _with_other_shapes(loader: Loader, places: Places) -> list[SpotPlace]:
     """Neighbouring micro-batches whose samples have different shapes, if a look at some of them
     finds any: one of those that are padded."""
     steps = range(1, places.steps + 1, max(1, places.steps // 4))[:4]
@@ -268,7 +268,7 @@ def _with_other_shapes(loader: Loader, places: Places) -> list[Place]:
             shapes = [shapes_of(read.batch, read.size) for read in looked_at]
             for place, (one, other) in enumerate(itertools.pairwise(shapes)):
                 if one != other and len(one) == len(other):
-                    return [Place((parts[place], parts[place + 1]))]
+                    return [SpotPlace((parts[place], parts[place + 1]))]
     return []
 
 
@@ -301,7 +301,7 @@ def _mean_of(forward: Forward, loader: Loader, places: Places, seed: int) -> str
         return mean_of(forward, (each.batch for each in reads if each.size), seed=seed)
 
 
-def _spots(reads: Iterator[Read], places: Iterable[Place]) -> Iterator[Spot]:
+def _spots(reads: Iterator[Read], places: Iterable[SpotPlace]) -> Iterator[Spot]:
     """The spots at these places; those are left out of which a part cannot be read."""
     for place in places:
         *apart, whole = itertools.islice(reads, len(place.slices))

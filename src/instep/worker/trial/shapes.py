@@ -2,8 +2,8 @@
 
 The trial compares a few batches, and a step may have one of another shape: a long sample is
 seldom, or all long ones come last. So the trial says where different shapes were compared in one
-step, and a run looks at each batch (`Watch.odd`): where they were not, it notices a shape that is
-another than before. (A step with two shapes has one that is another than in the step before, in
+step, and a run looks at each batch (`ShapeWatch.odd`): where they were not, it notices a shape that
+is another than before. (A step with two shapes has one that is another than in the step before, in
 some worker.) torch's own `default_collate` never pads.
 """
 
@@ -39,7 +39,7 @@ def differ(batches: Iterable[tuple[Any, int]]) -> bool:
     return len({shapes_of(*each) for each in batches}) > 1
 
 
-class Watch:
+class ShapeWatch:
     """The shapes that are known to give the result of one machine beside each other.
 
     Args:
@@ -55,7 +55,7 @@ class Watch:
 
     @property
     def known(self) -> tuple[Shape, ...]:
-        """For `Watch`."""
+        """For `ShapeWatch`."""
         return tuple(self._known)
 
     def compared(self, batches: Iterable[tuple[Any, int]]) -> None:
@@ -85,7 +85,7 @@ class Watch:
         """Take in what another step has shown, which from now on counts as the one before.
 
         Args:
-            known: as for `Watch`.
+            known: as for `ShapeWatch`.
             tried: whether passes were compared, and not only shapes.
         """
         self.tries += tried
