@@ -23,7 +23,8 @@ FIELD = "crc32"
 CHECKSUM = np.dtype("<u4")
 """Of one record."""
 
-_END = re.compile(rb', "%s": "([0-9a-f]{8})"}$' % FIELD.encode())
+_END = re.compile(rb', "%s": "([0-9a-f]{8})"}' % FIELD.encode())
+_END_BYTES = len(f', "{FIELD}": "01234567"}}')
 
 
 class WrongChecksum(ValueError):
@@ -44,8 +45,8 @@ def table_of(line: bytes) -> Any:
         ValueError: the line is not JSON.
     """
     line = line.rstrip(b"\r\n")
-    end = _END.search(line)
-    if end and int(end[1], 16) != zlib.crc32(line[: end.start()]):
+    end = _END.fullmatch(line[-_END_BYTES:])
+    if end and int(end[1], 16) != zlib.crc32(line[:-_END_BYTES]):
         raise WrongChecksum("it does not match its checksum")
     table = json.loads(line.decode())
     if isinstance(table, dict):
@@ -64,7 +65,8 @@ def tables_of(lines: Iterable[bytes]) -> Iterator[Any]:
     for line in lines:
         if not line.endswith(b"\n"):
             return
-        table, has_one = table_of(line), bool(_END.search(line.rstrip(b"\r\n")))
+        table = table_of(line)
+        has_one = bool(_END.fullmatch(line.rstrip(b"\r\n")[-_END_BYTES:]))
         if summed and not has_one:
             raise WrongChecksum("it has no checksum, and a line before it has one")
         summed |= has_one

@@ -182,6 +182,10 @@ _OWN_KINDS = {
     ("data_lengths", "sampler"): _TEXT,
     **{("data_balanced", name): _LIST for name in ("names", "before", "planned", "class_weights")},
 }
+_KINDS_OF = {
+    event: {**{field: kind for (of, field), kind in _OWN_KINDS.items() if of == event}, **_KINDS}
+    for event in EVENTS
+}
 _FAR = 1 << 63  # we never write larger numbers, and no array can hold them
 
 
@@ -198,9 +202,9 @@ def wrong_in(event: Any) -> str:
     for field in _NEEDED.get(name, ()):
         if event.get(field) is None:
             return f"{name} has no {field}"
-    kinds = _KINDS if name in EVENTS else _COUNTS
+    kinds = _KINDS_OF.get(name, _COUNTS)
     for field, value in event.items():
-        kind = kinds.get(field) or _OWN_KINDS.get((name, field))
+        kind = kinds.get(field)
         if kind is None or value is None:
             continue
         number: Any = value if field in _COUNTS else 0

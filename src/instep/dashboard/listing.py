@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +21,7 @@ import numpy as np
 from instep.dashboard.live import LiveRun
 from instep.dashboard.pools import pool_beside
 from instep.dashboard.searches import SearchFigures, is_search, searches_in
-from instep.dashboard.sections import has_links
+from instep.dashboard.sections import look_at
 from instep.dashboard.tail import last_bytes
 from instep.errors import InstepError, RunError
 from instep.events import STEPS
@@ -64,10 +65,12 @@ class RunList:
         """The folders of runs that may be shown: no links, as they may lead elsewhere."""
         if not self.folder.is_dir():
             return
-        for path in sorted(self.folder.iterdir()):
-            mine = not self._only or path.name == self._only
-            if mine and not_utf8(path.name) is None and _may_be_shown(path):
-                yield path
+        with os.scandir(self.folder) as found:
+            names = sorted(each.name for each in found if not each.is_symlink())
+        for name in names:
+            mine = not self._only or name == self._only
+            if mine and not_utf8(name) is None and os.path.isfile(f"{self.folder}/{name}/job.toml"):
+                yield self.folder / name
 
     def path_of(self, name: str) -> Path:
         """The folder of a run by its name.
@@ -79,7 +82,7 @@ class RunList:
         if slash:
             return self.trials_of(search).path_of(trial)
         path = self.folder / name
-        if not self._is_mine(name) or not _may_be_shown(path) or has_links(path):
+        if not self._is_mine(name) or not _may_be_shown(path) or look_at(path) is None:
             raise RunError("there is no such run.")
         return path
 
@@ -136,16 +139,18 @@ class RunList:
         """Tell what its files looked like, and give its row."""
         name = path.name
         try:
-            if has_links(path):
+            found = look_at(path)
+            if found is None:
                 raise RunError("a file of it is a link, which may lead elsewhere.")
             running = is_running(path)
-            key = _looks(path), running
+            key = found, running
             known = self._rows.get(name)
             if known and known[0] == key:
                 return known
-            row = self._live_row(path) if running else _ended_row(path)
-            if not running:
-                self._live.pop(name, None)
+            if running:
+                return key, self._live_row(path)
+            row = _ended_row(path, has_summary=any(each[0] == "summary.json" for each in found))
+            self._live.pop(name, None)
         except Exception as error:  # a folder may hold anything, and others are listed
             return None, {"name": name, "error": why_unread(error)}
         return key, row
@@ -182,19 +187,11 @@ def why_unread(error: Exception) -> str:
     return f"its files say what cannot be: {type(error).__name__}: {error}"
 
 
-def _looks(path: Path) -> Any:
-    found = []
-    for name in ("job.toml", "events.jsonl", "ledger.bin", "steps.bin", "summary.json"):
-        with suppress(FileNotFoundError):
-            about = (path / name).stat()
-            found.append((name, about.st_size, about.st_mtime_ns, about.st_ino))
-    return found
-
-
-def _ended_row(path: Path) -> Row:
+def _ended_row(path: Path, *, has_summary: bool) -> Row:
     events = events_of(path / "events.jsonl")
     state = _brief(path, events) or state_of(path)
-    more = {"samples_per_s": _summary(path).get("samples_per_second"), "eta_s": None}
+    rate = _summary(path).get("samples_per_second") if has_summary else None
+    more = {"samples_per_s": rate, "eta_s": None}
     saved = [e for e in events if e["event"] == "model_saved"]
     validated = [e for e in events if e["event"] == "validated"]
     return _row(state, validated, saved[-1] if saved else {}, more)

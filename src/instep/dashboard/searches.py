@@ -6,6 +6,8 @@ here. Ways in: `searches_in`, `SearchFigures`.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +30,11 @@ _MOST = 2000
 
 def is_search(path: Path) -> bool:
     """Whether a folder is that of a search; links are none."""
-    record = path / FILE
-    return not path.is_symlink() and record.is_file() and not record.is_symlink()
+    try:
+        is_file = stat.S_ISREG(os.lstat(f"{path}/{FILE}").st_mode)
+    except OSError:
+        return False
+    return is_file and not path.is_symlink()
 
 
 def searches_in(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,15 @@ from instep.words import command
 
 _MOST_EVENTS, _MOST_WORKERS, _MOST_SETTINGS = 200, 64, 400
 
+_FILES = (
+    "job.toml",
+    "run.id",
+    "events.jsonl",
+    "ledger.bin",
+    "steps.bin",
+    "steps.crc",
+    "summary.json",
+)
 _LOST = ("worker_failed", "worker_lost", "worker_hung", "host_lost", "corruption_found")
 
 
@@ -211,7 +221,14 @@ def _settled_workers(folder: RunFolder, status: Status) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: (not each["name"].isdigit(), each["name"].zfill(9)))
 
 
-def has_links(path: Path) -> bool:
-    """Whether a file that is read here is a link: what it shows would not be the run's."""
-    names = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin", "steps.crc")
-    return any(os.path.islink(path / name) for name in (*names, "summary.json"))
+def look_at(path: Path) -> list[tuple[str, int, int, int]] | None:
+    """Another value whenever a file that is read here has changed; None if one of them is a link:
+    what it shows would not be the run's."""
+    found, folder = [], str(path)
+    for name in _FILES:
+        with suppress(FileNotFoundError):
+            about = os.lstat(f"{folder}/{name}")
+            if stat.S_ISLNK(about.st_mode):
+                return None
+            found.append((name, about.st_size, about.st_mtime_ns, about.st_ino))
+    return found

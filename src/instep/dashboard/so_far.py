@@ -74,11 +74,13 @@ class StepsSoFar:
         return steps
 
     def _follow_parts(self, steps: Records) -> None:
-        for worker in np.unique(steps["worker"]).tolist():
-            mine = steps[steps["worker"] == worker]
-            new = np.array([mine[part].sum(dtype=np.float64) for part in PARTS_S])
-            before = self.parts.get(worker, np.zeros(len(PARTS)))
-            self.parts[worker] = before * np.exp(-len(mine) / MEMORY_STEPS) + new
+        steps = steps[np.argsort(steps["worker"], kind="stable")]
+        workers, begins, counts = np.unique(steps["worker"], return_index=True, return_counts=True)
+        times = np.array([steps[part] for part in PARTS_S], np.float64)
+        sums = np.add.reduceat(times, begins, axis=1).T
+        kept = np.exp(-counts / MEMORY_STEPS)
+        for at, worker in enumerate(workers.tolist()):
+            self.parts[worker] = self.parts.get(worker, 0.0) * kept[at] + sums[at]
 
     def curves(self) -> tuple[Fold, Fold]:
         """Loss and norm of the gradient, of all steps so far."""

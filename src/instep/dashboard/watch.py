@@ -29,6 +29,10 @@ LOOK_S, HEARTBEAT_S, REPEAT_S = 0.5, 15.0, 5.0
 """Seconds between two looks at the files, between signs of life on a stream, and after which the
 time is shown anew though nothing has come."""
 
+COSTS, MOST_LOOK_S = 70.0, 0.75
+"""Looks are so many times what one of them costs apart, so that the processor is left to those who
+train, but at most so many seconds."""
+
 SETTLED_BYTES = 1 << 24
 """Larger records of a run that has ended are folded as those of a running one."""
 
@@ -188,7 +192,7 @@ class Feed:
         self._encoded: dict[str, bytes] = {}
         self._charts: list[Chart] = []
         self._last: Sight | None = None
-        self._failed = False
+        self._failed, self._cost_s = False, 0.0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.pages = 0
@@ -223,16 +227,19 @@ class Feed:
             seen = await loop.run_in_executor(self._executor, self._look)
             if seen is not None:
                 self.show(seen)
-            await asyncio.sleep(max(self._look_s - (loop.time() - begun), self._look_s / 4))
+            pause_s = max(self._look_s, min(COSTS * self._cost_s, MOST_LOOK_S))
+            await asyncio.sleep(max(pause_s - (loop.time() - begun), self._look_s / 4))
 
     def _look(self) -> Sight | None:
         """Look at the source; after an error, what was there before is new too."""
-        failed = self._failed
+        failed, begun = self._failed, time.thread_time()
         try:
             seen = self._source.look()
         except Exception as error:  # a folder may hold anything, and others go on
             self._failed = True
             return Sight({"error": {"text": why_unread(error)}}, [])
+        finally:
+            self._cost_s = time.thread_time() - begun
         self._last, self._failed = seen or self._last, False
         return self._last if failed else seen
 

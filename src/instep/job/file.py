@@ -24,6 +24,7 @@ from instep.job.data import PrepareSpec
 from instep.job.overrides import RENAMED, apply_overrides, blamed
 from instep.job.sentences import sentence
 from instep.job.spec import JobSpec, as_table
+from instep.job.toml_sections import tables_in
 from instep.words import is_url
 
 MOST_DEPTH = 32
@@ -142,7 +143,7 @@ def read_table(path: Path) -> dict[str, Any]:
     What an earlier instep has written (with a `format`) has the present keys.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = tables_in(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise SpecError(
             f"there is no job file {str(path)!r}. {file_beside(path, '*.toml')}"
