@@ -169,6 +169,33 @@ def test_settings_that_clash_are_told_pair_by_pair(check):
     assert all("Leave one of the two out" in text for text in told)
 
 
+STREAM = """
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        number = get_worker_info().id
+        while True:
+            yield torch.full((6,), number % 7 / 7), number % 3
+            number += get_worker_info().num_workers
+"""
+
+
+def test_parts_of_a_stream_go_with_a_mesh_and_those_of_shards_are_refused(check, tmp_path):
+    job = "workers = 2\n[train]\nsteps = 9\nglobal_batch = 16\nmicro_batches = 4\n"
+    parts = '[data]\norder = "windowed"\nparts = 4\n'
+    _, found, _ = check(f"{job}{parts}[mesh]\nshard = 2\n")
+    told = [each["text"] for each in found["refusals"]]
+    assert any("mesh.shard = 2 does not go with data.parts = 4" in text for text in told)
+    text = RECIPE.replace("train=TensorDataset(x, x[:, :3].argmax(dim=1))", "train=Numbers()")
+    (tmp_path / "stream.py").write_text(STREAM + text)
+    for more in ("[mesh]\nshard = 2\n", "once = true\n"):
+        _, found, _ = check(f"{job}{parts}{more}", recipe="stream.py:recipe")
+        assert found["refusals"] == []
+    assert any("are not trained on" in text for text in found["warnings"])
+
+
 def test_an_error_of_the_users_own_names_its_line(check, tmp_path):
     (tmp_path / "net.py").write_text(RECIPE.replace("return self.last(", "return self.lost("))
     code, found, _ = check("")

@@ -92,5 +92,3 @@ def _note_left_out(job: JobSpec, findings: Findings) -> None:
         findings.leave_out(
             f"[prepare]: a run makes {job.prepare.to} first; here it is taken as it is"
         )
-    if job.data.parts:
-        findings.leave_out("data.parts: which host has which part shows when they meet")

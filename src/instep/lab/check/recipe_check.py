@@ -23,7 +23,7 @@ from instep.recipe.build import call
 from instep.recipe.quick_start import spare_dynamo
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
-from instep.sync import servers_of
+from instep.sync import clashes, servers_of
 from instep.system.kernels import per_machine, set_kernels, share
 from instep.worker.training.devices import choose_device
 from instep.worker.training.trials import decided_by_job
@@ -46,14 +46,28 @@ def check_recipe(job: JobSpec, findings: Findings) -> None:
     if recipe is None:
         findings.leave_out("data, model, optimizer and passes: there is no recipe")
         return
+    streams = recipe.given["train"].streams
+    for error in clashes.refusals(job, recipe):  # also those that need no worker
+        findings.refuse(error, "job")
+    if job.data.parts and not streams:
+        findings.leave_out("data.parts: which host has which part shows when they meet")
+    if job.data.once:
+        findings.warn(
+            "data.once = true: the samples that this check has read from the stream are not "
+            "trained on"
+        )
     local = per_machine(job.workers, job.launch.count)
     device = findings.tried("job", lambda: choose_device(job, 0, local)) or torch.device("cpu")
     findings.say("building model, data and optimizer")
-    rehearsal = Rehearsal(LoneMember(_alone(job), _tell(findings)), recipe, device, findings)
+    rehearsal = Rehearsal(
+        LoneMember(_alone(job, streams), _tell(findings)), recipe, device, findings
+    )
     if not rehearsal.is_divided:
         findings.leave_out("data.split: it is refused, and all else is checked without it")
         job = _undivided(job)
-        rehearsal = Rehearsal(LoneMember(_alone(job), _tell(findings)), recipe, device, findings)
+        rehearsal = Rehearsal(
+            LoneMember(_alone(job, streams), _tell(findings)), recipe, device, findings
+        )
     try:
         _note_data(job, rehearsal, findings)
         findings.say("trying passes, optimizer and validation")
@@ -71,10 +85,10 @@ def _called(job: JobSpec) -> Recipe:
     return call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
 
 
-def _alone(job: JobSpec) -> JobSpec:
+def _alone(job: JobSpec, streams: bool) -> JobSpec:
     """The job as one replica of one process has it; what a mesh or hosts add is not tried."""
     replace = msgspec.structs.replace
-    data = replace(job.data, parts=0) if job.data.parts else job.data
+    data = replace(job.data, parts=0) if job.data.parts and not streams else job.data
     return replace(job, mesh=MeshSpec(), workers=job.workers // job.mesh.ranks, data=data)
 
 
