@@ -2,12 +2,13 @@
 
     python benchmarks/plan.py [--only mlp ...] [--rates 100mbit 1gbit] [--steps 30] [--json FILE]
 
-For each recipe one plan, on emulated hosts (needs root), and then real runs of its ways: one worker
-on this machine, and all-reduce on 2 and 4 hosts, a server for 2, and a codec for 2, at each rate. A
-cell is one of these runs. The time of a step is the mean of the central half of a run's steps,
-without the first five; so it is in the plan. All workers have one thread. No figure was tuned on
-these cells. The plan is made once, before the runs. Where the machine is busy, both
-say how busy, and the error has its changes in it.
+For each recipe a plan for each rate, on emulated hosts (needs root), and then real runs of its
+ways: one worker on this machine, and all-reduce on 2 and 4 hosts, a server for 2, and a codec for
+2, at each rate. A cell is one of these runs. The time of a step is the mean of the central half of
+a run's steps, without the first five; so it is in the plan. All workers have one thread. No figure
+was tuned on these cells. Plans are made before the runs. Where the machine is busy, both say how
+busy, and the error has its changes in it. `from_other_rate` is the error of a plan whose crews had
+links of another rate, so that these are simulated.
 """
 
 import argparse
@@ -29,9 +30,10 @@ from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.lab.emulated import emulated_hosts, on_hosts
 from instep.lab.netlab import bits_per_s
+from instep.lab.plan.answers import CrewRequest
 from instep.lab.plan.candidates import job_of
-from instep.lab.plan.plan import _plain
-from instep.lab.plan.probe import CrewRequest, Probed, probe, twice
+from instep.lab.plan.crews import plain_job, twice
+from instep.lab.plan.probe import probe
 from instep.plan.machine import HostLink, Machines
 from instep.plan.pricing import Measurements, price
 from instep.plan.ways import TrainingWay
@@ -75,15 +77,21 @@ def job_for(load: Load, folder: Path, steps: int) -> JobSpec:
     return spec_file.load(file, [])
 
 
-def planned(job: JobSpec, hosts: int) -> Probed:
+def planned(name: str, job: JobSpec, hosts: int, rate: str) -> Measurements:
     ways = (TrainingWay(1), *WAYS)
-    crews = [CrewRequest(each, job_of(each, _plain(job)), hosts) for each in ways]
-    return probe(job, twice(crews), cores(), 300.0, lambda text: None)
+    crews = [
+        CrewRequest(each, job_of(each, plain_job(job)), min(hosts, each.workers), rate)
+        for each in ways
+    ]
+    probed = probe(job, twice(crews), cores(), 300.0, lambda text: None)
+    if probed.failed:
+        raise SystemExit(f"{name}: {probed.failed}")
+    return Measurements(probed.job, probed.crews, probed.machine)
 
 
 def real(job: JobSpec, way: TrainingWay, rate: str | None) -> dict[str, Any]:
     """Time of a step of a run, with what a worker sent in one, and its peak memory."""
-    made = job_of(way, _plain(job))
+    made = job_of(way, plain_job(job))
     train, steps = job.train, job.train.steps
     made = type(made)(**{**{f: getattr(made, f) for f in made.__struct_fields__}, "train": train})
     with tempfile.TemporaryDirectory() as folder:
@@ -112,27 +120,33 @@ def cells_of(name: str, rates: list[str], steps: int) -> list[dict[str, Any]]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         job = job_for(LOADS[name], Path(folder), steps)
-        probed = planned(job, 4)
-        if probed.failed:
-            raise SystemExit(f"{name}: {probed.failed}")
-        known = Measurements(probed.job, probed.crews, probed.machine)
+        plans = {rate: planned(name, job, 4, rate) for rate in rates}
         for way in (TrainingWay(1), *WAYS):
-            for rate in [None] if way.is_plain else rates:
-                link = HostLink(bits_per_s(rate)) if rate else None
-                hosts = way.workers if rate else 1
-                machines = Machines(hosts, cores(), link, emulated=hosts > 1)
+            for rate in rates[:1] if way.is_plain else rates:
+                known, machines = plans[rate], on_links(way, rate)
                 told = price(way, known, machines)
                 assert told is not None, way
-                cell: dict[str, Any] = {"recipe": name, "way": way.name, "rate": rate}
+                cell: dict[str, Any] = {"recipe": name, "way": way.name}
+                cell["rate"] = None if way.is_plain else rate
                 cell["same"] = way.same
                 cell |= {"planned_s": told.seconds, "low_s": told.low, "high_s": told.high}
                 sent = told.sent_bytes + told.sent_by_server * way.servers / way.workers
-                cell |= {"planned_bytes": sent, **real(job, way, rate)}
-                cell["others_busy"] = round(probed.machine.others_busy, 2)
+                cell |= {"planned_bytes": sent, **real(job, way, cell["rate"])}
+                cell["others_busy"] = round(known.probed.others_busy, 2)
                 cell["error"] = cell["planned_s"] / cell["real_s"] - 1
+                if other := [each for each in rates if each != rate and not way.is_plain]:
+                    simulated = price(way, plans[other[0]], machines)
+                    assert simulated is not None, way
+                    cell["from_other_rate"] = simulated.seconds / cell["real_s"] - 1
                 print(json.dumps(cell), flush=True)
                 found.append(cell)
     return found
+
+
+def on_links(way: TrainingWay, rate: str) -> Machines:
+    if way.is_plain:
+        return Machines(1, cores())
+    return Machines(way.workers, cores(), HostLink(bits_per_s(rate)), emulated=True)
 
 
 def summed(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -140,6 +154,7 @@ def summed(cells: list[dict[str, Any]]) -> dict[str, Any]:
     inside = [cell["low_s"] <= cell["real_s"] <= cell["high_s"] for cell in cells]
     widths = [(cell["high_s"] - cell["low_s"]) / cell["planned_s"] for cell in cells]
     regrets, pays = choices(cells)
+    off = factors(cells)
     return {
         "cells": len(cells),
         "mean_error": statistics.mean(errors),
@@ -153,6 +168,12 @@ def summed(cells: list[dict[str, Any]]) -> dict[str, Any]:
         "worst_regret": max(regrets),
         "within_5_of_the_fastest": statistics.mean(each <= 0.05 for each in regrets),
         "pays": pays,
+        "break_even_factors": len(off),
+        "break_even_factor_mean_error": statistics.mean(off or [0.0]),
+        "break_even_factor_within_10": statistics.mean([each <= 0.1 for each in off] or [1.0]),
+        "mean_error_from_other_rate": statistics.mean(
+            [abs(cell["from_other_rate"]) for cell in cells if "from_other_rate" in cell] or [0.0]
+        ),
     }
 
 
@@ -173,6 +194,25 @@ def choices(cells: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
                 asked += 1
                 right += (chosen is alone) == (fastest is alone)
     return regrets, [right, asked]
+
+
+def factors(cells: list[dict[str, Any]]) -> list[float]:
+    """How far each break-even factor of steps, of a way with another result beside the best one of
+    the plan, is from the ratio of their real steps, as `instep compare` measures it."""
+    off = []
+    for cell in cells:
+        if not cell["same"]:
+            same = [
+                each
+                for each in cells
+                if each["recipe"] == cell["recipe"]
+                and each["same"]
+                and each["rate"] in (None, cell["rate"])
+            ]
+            best = min(same, key=lambda each: each["planned_s"])
+            planned = best["planned_s"] / cell["planned_s"]
+            off.append(abs(planned / (best["real_s"] / cell["real_s"]) - 1))
+    return off
 
 
 def main() -> None:

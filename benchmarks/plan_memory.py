@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from turns import write
 
 from instep.client.submit import run_job
 from instep.data.cores import cores
-from instep.events import read_events
+from instep.lab.plan.answers import CrewRequest
 from instep.lab.plan.candidates import job_of
-from instep.lab.plan.plan import _plain
-from instep.lab.plan.probe import CrewRequest, probe
+from instep.lab.plan.crews import plain_job
+from instep.lab.plan.own_loop import PeakMemory
+from instep.lab.plan.probe import probe
 from instep.plan.ways import TrainingWay
 
 WAYS = (
@@ -35,28 +35,8 @@ WAYS = (
 )
 
 
-class Peaks:
-    """The most resident memory of each process of a run; called while it runs."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[str, int] = {}
-
-    def __call__(self, run: Path) -> None:
-        with suppress(OSError, ValueError):
-            for event in read_events(run / "events.jsonl"):
-                if event["event"] == "worker_joined":
-                    self._look(event["pid"], event["role"])
-
-    def _look(self, pid: int, role: str) -> None:
-        with suppress(OSError):
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            told = (int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-            peak = 1024 * next(told, 0)  # one that has ended says nothing
-            self.bytes[role] = max(peak, self.bytes.get(role, 0))
-
-
 def of_run(job: Any, way: TrainingWay) -> dict[str, int]:
-    peaks = Peaks()
+    peaks = PeakMemory()
     with tempfile.TemporaryDirectory() as folder:
         run_job(job_of(way, job), Path(folder), named=True, quiet=True, watch=peaks)
     return peaks.bytes
@@ -71,7 +51,7 @@ def main() -> None:
     for name in args.only:
         with tempfile.TemporaryDirectory() as folder:
             job = job_for(LOADS[name], Path(folder), 40)
-            crews = [CrewRequest(each, job_of(each, _plain(job))) for each in WAYS]
+            crews = [CrewRequest(each, job_of(each, plain_job(job))) for each in WAYS]
             probed = probe(job, crews, cores(), 600.0, lambda text: None)
             for way, crew in zip(WAYS, probed.crews, strict=False):
                 real = of_run(job, way)

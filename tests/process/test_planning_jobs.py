@@ -41,7 +41,7 @@ def test_a_plan_counts_bytes_as_they_are_and_leaves_no_file(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     temporary = Path(tempfile.gettempdir())
     there = {path.name for path in tmp_path.iterdir()}
-    assert main(["plan", "job.toml", "--most", "2", "--seconds", "60", "--json"]) == 0
+    assert main(["plan", "job.toml", "--most", "2", "--seconds", "600", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     rows = {row["way"]: row for row in table["ways"]}
     for name in ("1 worker", "2 all_reduce", "2 server_sync, 1 server"):

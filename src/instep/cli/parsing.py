@@ -73,7 +73,7 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
 def parsed(argv: Sequence[str], commands: Mapping[str, Command]) -> argparse.Namespace:
     """The arguments of a command line; those after `--` of a script as `argv`."""
     passed: list[str] = []
-    if argv[:1] in (["run"], ["check"]) and "--" in argv:  # what follows is the script's
+    if argv[:1] in (["run"], ["check"], ["plan"]) and "--" in argv:  # what follows is the script's
         at = argv.index("--")
         argv, passed = argv[:at], [*argv[at + 1 :]]
     parser = make_parser(commands)

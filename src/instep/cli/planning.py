@@ -8,27 +8,25 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from instep.cli.parsing import Parser, add_changes, overrides_of, say_left_out
+from instep.cli.parsing import Parser, add_job, overrides_of, say_left_out
 from instep.cli.saying import say, say_aside
 from instep.errors import SpecError
+
+if TYPE_CHECKING:
+    from instep.job.spec import JobSpec
 
 
 def plan(args: argparse.Namespace) -> int:
     """Say which way of training a job is fastest, how long it takes, and whether it pays."""
-    from instep.job import file as spec_file
     from instep.lab.plan.plan import Question, plan_job
     from instep.plan.lines import plan_lines
 
-    if Path(args.job).suffix == ".py":
-        raise SpecError(
-            f"{args.job}: a script has a loop of its own, which exists only while it runs. "
-            "Compare real runs of it."
-        )
-    job = spec_file.load(Path(args.job), overrides_of(args), say=say_left_out)
+    job = _job(args)
     machine = Path(args.machine) if args.machine is not None else None
     asked = args.hosts, args.rate, args.emulated, args.most, args.seconds, 0, machine
-    question = Question(*asked, Path(args.runs))
+    question = Question(*asked, Path(args.runs), meshes=args.meshes)
     table = plan_job(job, question, _tell_doing).as_table()
     table["next"] = [_with_job(command, args) for command in table["next"]]
     for line in plan_lines(table):
@@ -36,6 +34,22 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(table))
     return 0
+
+
+def _job(args: argparse.Namespace) -> JobSpec:
+    """The job of a file, or of a script that calls `instep.join`."""
+    from instep.client.join.script import load_script
+    from instep.job import file as spec_file
+
+    path, overrides = Path(args.job), overrides_of(args)
+    if path.suffix == ".py":
+        return load_script(path, args.argv, overrides, say_left_out)
+    if args.argv:
+        raise SpecError(
+            f"{args.argv[0]!r}: a job file takes no arguments after --; they go to a script. Use "
+            "--set arguments.key=value."
+        )
+    return spec_file.load(path, overrides, say=say_left_out, planned=True)
 
 
 def _tell_doing(text: str) -> None:
@@ -47,6 +61,7 @@ def _tell_doing(text: str) -> None:
 def _with_job(command: str, args: argparse.Namespace) -> str:
     """A command for this job, with what this command changed in it."""
     words = [shlex.quote(word) for change in args.set for word in ("--set", change)]
+    words += ["--", *(shlex.quote(word) for word in args.argv)] if args.argv else []
     return " ".join([command.replace(" JOB ", f" {shlex.quote(args.job)} "), *words])
 
 
@@ -71,14 +86,15 @@ def plan_options(parser: Parser) -> None:
         "left. Exit code 0 also if nothing pays."
     )
     add = parser.add_argument
-    add("job", help="job file, TOML")
-    add_changes(parser)
+    add_job(parser)
     add("--hosts", type=_count, default=0, metavar="N", help="so many hosts like this one")
     add("--rate", metavar="RATE", help="of each host's link, each way, such as 1gbit")
     text = "the hosts share the cores of this machine, as with `instep compare --hosts`"
     add("--emulated", action="store_true", help=text)
     text = "the most workers to look at (default: the hosts; on one, twice its cores)"
     add("--most", type=_count, default=0, metavar="N", help=text)
+    text = "look at meshes too: shard, tensor and stages of the model, each with two processes"
+    add("--meshes", action="store_true", help=text)
     text = "hosts and link of an earlier plan: a file with what its --json printed"
     add("--machine", metavar="FILE", help=text)
     text = (

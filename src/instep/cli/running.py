@@ -22,9 +22,10 @@ def run(args: argparse.Namespace) -> int:
     """Train a job on worker processes, and write a report."""
     from instep.client.submit import run_job
     from instep.job import file as spec_file
+    from instep.job.planned import AUTO
     from instep.system.processes import started_at
 
-    auto = args.workers == "auto"
+    auto = args.workers == AUTO
     if auto:
         args.workers = None
     overrides = overrides_of(args)
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
             "--set arguments.key=value."
         )
     else:
-        job = spec_file.load(Path(args.job), overrides, say=say_left_out)
+        auto = auto or spec_file.asks_for_plan(Path(args.job), overrides)
+        job = spec_file.load(Path(args.job), overrides, say=say_left_out, planned=auto)
     if auto:
         return _run_planned(job, args)
     if args.check_determinism:
@@ -92,7 +94,7 @@ def _run_planned(job: JobSpec, args: argparse.Namespace) -> int:
 
     if args.folds is not None or args.check_determinism or Path(args.job).suffix == ".py":
         raise SpecError(
-            "--workers auto is for one run of a recipe. Give the number of workers, which "
+            "workers = 'auto' is for one run of a recipe. Give the number of workers, which "
             "`instep plan` finds."
         )
     found = planned_workers(

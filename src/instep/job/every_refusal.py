@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from instep.errors import SpecError
 from instep.job.file import absolute, build, read_table
 from instep.job.overrides import apply_overrides
+from instep.job.planned import without_auto
 from instep.job.spec import JobSpec
 
 MOST = 64
@@ -56,6 +57,7 @@ def load_all(
     """
     table = read_table(path)
     typed = apply_overrides(table, overrides, say)
+    table = without_auto(table)
     found = every_refusal(table, source=str(path), typed=typed)
     job = absolute(found.job, path.parent) if found.job is not None else None
     return found._replace(job=job)

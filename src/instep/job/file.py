@@ -22,6 +22,7 @@ from instep.errors import SpecError, file_beside
 from instep.formats import FORMAT, other_format
 from instep.job.data import PrepareSpec
 from instep.job.overrides import RENAMED, apply_overrides, blamed
+from instep.job.planned import is_planned, refuse_auto, without_auto
 from instep.job.sentences import sentence
 from instep.job.spec import JobSpec, as_table
 from instep.job.toml_sections import tables_in
@@ -36,6 +37,8 @@ def load(
     overrides: Iterable[str] = (),
     more: Iterable[str] = (),
     say: Callable[[str], object] | None = None,
+    *,
+    planned: bool = False,
 ) -> JobSpec:
     """Read a job file, apply `section.key=value` overrides, and check everything.
 
@@ -47,6 +50,7 @@ def load(
         overrides: of the job.
         more: of the job that those make, as if it had been in the file.
         say: told of each value that went away with an override; see `apply_overrides`.
+        planned: whether the number of workers may be left to a plan; then they make one replica.
 
     Raises:
         SpecError: the file is missing or not TOML, or a key or value is
@@ -56,7 +60,16 @@ def load(
     typed = apply_overrides(table, overrides, say)
     for key, words in apply_overrides(table, more, say).items():
         typed[key] = words.removeprefix("--set ")
+    if planned:
+        table = without_auto(table)
+    refuse_auto(table, str(path))
     return absolute(build(table, source=str(path), typed=typed), path.parent)
+
+
+def asks_for_plan(path: Path, overrides: Iterable[str]) -> bool:
+    """Read whether a job file, with these overrides, leaves the number of workers to a plan."""
+    apply_overrides(table := read_table(path), overrides)
+    return is_planned(table)
 
 
 def absolute(job: JobSpec, folder: Path) -> JobSpec:

@@ -95,7 +95,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
 
     workers: Positive = 2
     """Processes that compute gradients. With `[mesh]` they make whole replicas: a multiple of
-    shard x tensor x stages."""
+    shard x tensor x stages. With `"auto"`, `instep run` plans the number."""
 
     seed: Natural = 0
     """Decides the order of the data, the initial parameters, and every random draw."""

@@ -70,6 +70,21 @@ def processes_in(space: str) -> list[int]:
     return [int(pid) for pid in call("ip", "netns", "pids", space, may_fail=True).split()]
 
 
+def enter(space: str) -> None:
+    """Put this thread into a namespace from now on; sockets it makes are there.
+
+    Raises:
+        NetworkError: there is none such, or this user may not.
+    """
+    try:
+        with (_NAMESPACES / space).open() as file:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(file.fileno(), _CLONE_NEWNET):
+                raise NetworkError(f"{space}: {os.strerror(ctypes.get_errno())}.")
+    except OSError as error:
+        raise NetworkError(f"{space}: {error.strerror}.") from error
+
+
 def inside(space: str | None, call: Callable[[], _Result]) -> _Result:
     """Call it in a thread that has entered the namespace; sockets it makes stay there."""
     results: list[_Result] = []
@@ -78,10 +93,7 @@ def inside(space: str | None, call: Callable[[], _Result]) -> _Result:
     def enter_and_call() -> None:
         try:
             if space is not None:
-                with (_NAMESPACES / space).open() as file:
-                    libc = ctypes.CDLL(None, use_errno=True)
-                    if libc.setns(file.fileno(), _CLONE_NEWNET):
-                        raise NetworkError(f"{space}: {os.strerror(ctypes.get_errno())}.")
+                enter(space)
             results.append(call())
         except Exception as error:
             failures.append(error)

@@ -101,7 +101,7 @@ def _pays(found: Ranking, machines: Machines) -> str:
         parts.append(f"{name} at no rate of the links")
     if found.break_even_batch is not None:
         parts.append(f"from a batch of {readable_count(found.break_even_batch)} on")
-    else:
+    elif found.batches:
         parts.append("at no batch that was looked at")
     if found.next_gain is not None:
         gain = 100 * (found.next_gain - 1)

@@ -52,7 +52,7 @@ def _line(label: str, text: str) -> str:
 def _of_job(job: Table) -> str:
     size = f"{readable_count(job['parameters'])} parameters"
     batch = f"batch {readable_count(job['global_batch'])}"
-    steps = plural(job["steps"], "step") if job["steps"] else "steps without end"
+    steps = plural(job["steps"], "step") if job["steps"] else "as many steps as its loop takes"
     return f"{job['name']}: {size}, {batch}, {steps}"
 
 
@@ -91,7 +91,7 @@ def _cells(row: Table) -> tuple[str, ...]:
         *(readable_seconds(share * part) if part >= 5e-5 else "0" for part in shown),
         memory_words(row),
         readable_bytes(sent),
-        readable_seconds(row["run_s"]),
+        readable_seconds(row["run_s"]) if row["run_s"] else "?",
     )
 
 

@@ -1,9 +1,13 @@
 """Figures of a job on a machine, as probes measured them.
 
-They are plain data: written to JSON and read again. Ways in: `JobFigures`, `CrewFigures`.
+They are plain data: written to JSON and read again. Ways in: `JobFigures`, `CrewFigures`,
+`visits_apart`.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -98,14 +102,40 @@ class CrewFigures(Struct, frozen=True):
     worker_bytes: int = 0
     """Most resident memory of a worker."""
     server_bytes: int = 0
+    worker_held: int = 0
+    """Resident memory of a worker between steps."""
+    server_held: int = 0
     steps: int = 0
+    visits: list[float] = []
+    """Seconds of a step in each visit that counts."""
+    others_busy: float = 0.0
+    """Cores that other processes kept busy meanwhile."""
+    hosts: int = 1
+    """Emulated hosts that its processes were on."""
+    bits_per_s: float = 0.0
+    """Rate of the links of these hosts; 0: there were none."""
+    mesh: str = ""
+    """Axes of a replica of several processes; then what they send each other is in `passes_s`."""
     failed: str = ""
     """Why there are no figures."""
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
-        """Tells it from other crews."""
-        return self.strategy, self.codec, self.servers, self.workers
+    def key(self) -> tuple[str, str, int, int, str]:
+        """Tells it from other crews; `TrainingWay.key` is alike."""
+        return self.strategy, self.codec, self.servers, self.workers, self.mesh
+
+
+def visits_apart(crews: Sequence[CrewFigures]) -> tuple[float, int]:
+    """How far visits of the same crew are apart: the standard deviation of the logarithm of a
+    step's time, over all crews, and how many differences it is from."""
+    squares, count = 0.0, 0
+    for each in crews:
+        logs = [math.log(seconds) for seconds in each.visits if seconds > 0]
+        if len(logs) > 1 and not each.failed:
+            mean = sum(logs) / len(logs)
+            squares += sum((log - mean) ** 2 for log in logs)
+            count += len(logs) - 1
+    return (math.sqrt(squares / count) if count else 0.0), count
 
 
 class ProbedMachine(Struct, frozen=True):

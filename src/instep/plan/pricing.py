@@ -12,19 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from instep.plan import steps
-from instep.plan.machine import Machines
+from instep.plan.intervals import is_seen, width
+from instep.plan.machine import HostLink, Machines
 from instep.plan.measured import CrewFigures, JobFigures, ProbedMachine
 from instep.plan.steps import BucketExchange, FullBucket, StepParts, WorkerPass
 from instep.plan.traffic import CODED, RING, rescaled, sent_by_server
 from instep.plan.ways import LEASED_WAYS, TrainingWay
-
-BASE, OF_LINK, OF_SCALING, OF_FORMULA = 0.06, 0.08, 0.12, 0.25
-"""How wrong a price may be, as a share: always; of what a link adds; of what is scaled from another
-number of workers; and of a strategy that no crew ran."""
-
-OF_NEIGHBOURS = 0.5
-"""How wrong where others keep all cores busy: nine of ten runs were so far from their plan, of 36
-at loads of 13 to 25."""
 
 
 class Measurements(NamedTuple):
@@ -45,6 +38,7 @@ class Measurements(NamedTuple):
             each
             for each in self.crews
             if not each.failed
+            and not each.mesh
             and each.strategy == exchange
             and each.codec in (way.codec, "none")
             and (each.workers > 1 or way.servers or workers == 1)
@@ -65,7 +59,7 @@ class Measurements(NamedTuple):
         plain = [
             each
             for each in self.crews
-            if not each.failed and each.codec == "none" and each.strategy in RING
+            if not (each.failed or each.mesh) and each.codec == "none" and each.strategy in RING
         ]
         return min(plain, key=lambda each: abs(math.log(each.workers / beside)), default=None)
 
@@ -119,12 +113,16 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
     Returns:
         None where nothing that was measured says what it costs.
     """
+    if machines.emulated:
+        machines = machines._replace(hosts=min(machines.hosts, way.workers))
+    if way.mesh:
+        return _on_mesh(way, known, machines)
     job, beside = known.job, machines.beside(way.workers)
     base = known.computing(beside)
     if base is None:
         return None
     own = known.crew(way, way.workers)
-    exact = own is not None and own.key == (way.strategy, way.codec, way.servers, way.workers)
+    exact = own is not None and own.key == way.key
     exact = exact and beside == way.workers and known.batch == 1.0
     scale = _scale(known, machines, base, beside, -(-job.micro_batches // way.workers))
     if exact and own is not None:  # its own passes, beside its own exchange
@@ -141,8 +139,15 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
     return Priced(
         way,
         parts,
-        _wide(
-            parts, base, own, known, exact=exact, formula=_by_formula(way, own), machines=machines
+        width(
+            parts,
+            base,
+            own,
+            known.crews,
+            known.probed,
+            machines,
+            exact=exact,
+            formula=_by_formula(way, own),
         ),
         0.0 if way.is_plain else size,
         sent_by_server(size, way.workers, way.servers) if way.servers else 0.0,
@@ -151,6 +156,36 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
         way.samples or round(job.global_batch * known.batch),
         round(job.global_batch * known.batch),
         exact,
+    )
+
+
+def _on_mesh(way: TrainingWay, known: Measurements, machines: Machines) -> Priced | None:
+    """A mesh costs what its own crew took, and what it sent comes on top where that had no link.
+
+    How much of that passes hide is not known, nor is another number of processes.
+    """
+    own = next((each for each in known.crews if each.key == way.key and not each.failed), None)
+    if own is None or known.batch != 1.0:
+        return None
+    rest = max(0.0, own.whole_s - own.slowest_s - own.wire_s - own.update_s)
+    wire, extra = own.wire_s, 0.0
+    if not is_seen(own, machines) and machines.hosts > 1:
+        extra = machines.seconds_on_link(own.sent_bytes)
+    waits = own.slowest_s - own.passes_s
+    parts = StepParts(own.passes_s, waits, wire + extra, own.update_s, rest)
+    wide = width(parts, own, own, known.crews, known.probed, machines, exact=True, formula=False)
+    batch = known.job.global_batch
+    return Priced(
+        way,
+        parts.times(known.learned),
+        min(0.9, wide + extra / parts.seconds / 2),
+        own.sent_bytes,
+        0.0,
+        own.worker_bytes,
+        0,
+        batch,
+        batch,
+        True,
     )
 
 
@@ -185,7 +220,8 @@ def _exchange(
     messages = 2.0 * (way.workers - 1) if not way.servers else 1.0
     buckets = [FullBucket(size * each.share, each.at, messages) for each in shares]
     buckets = buckets or [FullBucket(size, 1.0, messages)]
-    exchange = BucketExchange(buckets, servers=way.servers)
+    encoded = way.codec != "none" and not way.servers
+    exchange = BucketExchange(buckets, servers=way.servers, encoded=encoded)
     if own is None or own.workers < 2:
         return exchange
     fixed = min(own.small_s, own.wire_s)
@@ -197,14 +233,17 @@ def _exchange(
         fixed_s=fixed,
         servers=own.servers,
     )
-    software = _software(own, as_crew)
-    return exchange._replace(fixed_s=fixed, software_s=software)
+    software, shorter = _software(own, as_crew)
+    return exchange._replace(fixed_s=fixed, software_s=software, shorter=shorter)
 
 
-def _software(own: CrewFigures, exchange: BucketExchange) -> float:
-    """Seconds for each byte with which the crew's own exchange is as long as it was."""
+def _software(own: CrewFigures, exchange: BucketExchange) -> tuple[float, float]:
+    """Seconds for each byte with which the crew's own exchange is as long as it was; and how much
+    shorter it was than its links allow by their rate."""
     passes = [WorkerPass(own.slowest_s, own.last_s)] * own.workers
     here = Machines()
+    if own.bits_per_s:
+        here = Machines(own.hosts, link=HostLink(own.bits_per_s), emulated=True)
 
     def wire(each: float) -> float:
         return steps.in_lockstep(here, passes, exchange._replace(software_s=each)).wire
@@ -215,7 +254,8 @@ def _software(own: CrewFigures, exchange: BucketExchange) -> float:
     for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if wire(middle) < own.wire_s else (low, middle)
-    return high if wire(0.0) < own.wire_s else 0.0
+    least = wire(0.0)
+    return (high, 1.0) if least < own.wire_s else (0.0, own.wire_s / least if least else 1.0)
 
 
 def _simulated(
@@ -284,25 +324,3 @@ def _round(
     mine = -(-way.participants // way.workers) * way.local_steps * (local + base.update_s)
     passes = [WorkerPass(mine / machines.speed_of(w), 0.0) for w in range(way.workers)]
     return steps.in_round(machines, passes, exchange, update_s=base.update_s, rest_s=rest)
-
-
-def _wide(
-    parts: StepParts,
-    base: CrewFigures,
-    own: CrewFigures | None,
-    known: Measurements,
-    *,
-    exact: bool,
-    formula: bool,
-    machines: Machines,
-) -> float:
-    """How far the true time may be away, as a share."""
-    wire = parts.wire / parts.seconds if parts.seconds else 0.0
-    spread = max(base.spread, own.spread if own is not None else 0.0)
-    doubts = [BASE, 1.5 * (1 - wire) * spread]  # a link is as fast beside a neighbour
-    doubts.append(OF_LINK * wire if machines.link is not None else 0.0)
-    doubts.append(0.0 if exact or formula else OF_SCALING)
-    doubts.append(OF_FORMULA if formula else 0.0)
-    busy = min(1.0, known.probed.others_busy / known.probed.cores)
-    doubts.append(OF_NEIGHBOURS * busy * (1 - wire / 2))
-    return min(0.9, math.sqrt(sum(each**2 for each in doubts)))

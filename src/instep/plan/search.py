@@ -42,6 +42,8 @@ class Ranking(NamedTuple):
     """Samples of a step from which on it pays; None: at none that was looked at."""
     next_gain: float | None
     """How many times as fast as the best way one with more workers is; None: there is none."""
+    batches: bool = True
+    """Whether other batches were looked at; not where passes of one size alone were measured."""
 
     @property
     def best(self) -> Priced | None:
@@ -97,9 +99,11 @@ def search(
         return found
     more = [e for e in fits if found.best and e.way.workers > found.best.way.workers]
     gain = max((found.best.seconds / e.seconds for e in more), default=None) if found.best else None
+    batches = len(known.job.passes) > 1 and not rival.way.mesh
     return found._replace(
+        batches=batches,
         break_even_rate=_rate(rival.way, alone.way, known, machines),
-        break_even_batch=_batch(rival.way, alone.way, known, machines),
+        break_even_batch=_batch(rival.way, alone.way, known, machines) if batches else None,
         next_gain=gain,
     )
 

@@ -76,6 +76,10 @@ class BucketExchange(NamedTuple):
     """Parameter servers, which take the optimizer's step; 0: the workers sum in a ring."""
     server_update_s: float = 0.0
     """Seconds of the optimizer's step on all parameters, on one server."""
+    encoded: bool = False
+    """Whether segments are encoded: owners add them up, and only then send what all get."""
+    shorter: float = 1.0
+    """Share of the simulated exchange that a crew on such links took: bursts pass them at once."""
 
 
 def in_lockstep(
@@ -99,9 +103,11 @@ def in_lockstep(
     mean, slowest = sum(computing) / len(computing), max(computing)
     done = slowest
     if len(passes) > 1 or exchange.servers:
-        simulate = _by_servers if exchange.servers else _in_a_ring
+        simulate = _in_two_phases if exchange.encoded else _in_a_ring
+        simulate = _by_servers if exchange.servers else simulate
         done = simulate(machines, passes, exchange) + exchange.fixed_s
-    return StepParts(mean, slowest - mean, max(0.0, done - slowest), update_s, rest_s)
+    wire = exchange.shorter * max(0.0, done - slowest)
+    return StepParts(mean, slowest - mean, wire, update_s, rest_s)
 
 
 def in_round(
@@ -180,6 +186,36 @@ def _in_a_ring(machines: Machines, passes: Sequence[WorkerPass], exchange: Bucke
         takes += bucket.messages * machines.latency_s if across else 0.0
         done = lines.use(used, ready, takes)
     return done
+
+
+def _in_two_phases(
+    machines: Machines, passes: Sequence[WorkerPass], exchange: BucketExchange
+) -> float:
+    """When the last bucket is decoded everywhere: what is encoded cannot be added up on its way.
+
+    Each owner decodes and adds up a bucket's segments when they are there, then sends their sum,
+    and decodes those of the others. A core does this, in the order of the buckets.
+    """
+    lines, workers = Timeline(), len(passes)
+    hosts = sorted({machines.host_of(worker) for worker in range(workers)})
+    used = [f"{way} {host}" for host in hosts for way in ("out", "in")] if len(hosts) > 1 else []
+    parts, arrived = list[tuple[float, float]](), list[float]()
+    for number, bucket in enumerate(exchange.buckets):
+        last = number == len(exchange.buckets) - 1
+        ready = max(_full(each, 1.0 if last else bucket.at) for each in passes)
+        on_link = 0.0
+        if used:
+            on_link = machines.seconds_on_link(_leaving(bucket.size, workers, hosts))
+            on_link += bucket.messages * machines.latency_s
+        parts.append((on_link / 2, bucket.size * exchange.software_s / 2))
+        arrived.append(lines.use(used, ready, on_link / 2))
+    gathered = list[float]()
+    for (on_link, software), there in zip(parts, arrived, strict=True):
+        summed = lines.use(["core"], there, software)
+        gathered.append(lines.use(used, summed, on_link))
+    ends = [lines.use(["core"], there, software)
+            for (_, software), there in zip(parts, gathered, strict=True)]  # fmt: skip
+    return max(ends, default=0.0)
 
 
 def _leaving(size: float, workers: int, hosts: Sequence[int]) -> float:

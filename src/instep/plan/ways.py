@@ -28,6 +28,8 @@ class TrainingWay(NamedTuple):
     participants: int = 0
     samples: int = 0
     """Samples of one commit; 0: those of a step of the job."""
+    mesh: tuple[tuple[str, int], ...] = ()
+    """Axes of a replica with several processes, and how many each has; empty: it has one."""
 
     @property
     def name(self) -> str:
@@ -37,7 +39,19 @@ class TrainingWay(NamedTuple):
         text = f"{self.workers} {self.strategy}"
         if self.servers:
             text += f", {self.servers} server{'s' if self.servers > 1 else ''}"
+        if self.mesh:
+            text += f", {self.axes}"
         return text + (f", {self.codec}" if self.codec != "none" else "")
+
+    @property
+    def axes(self) -> str:
+        """The mesh, as text."""
+        return ", ".join(f"{axis} = {size}" for axis, size in self.mesh)
+
+    @property
+    def key(self) -> tuple[str, str, int, int, str]:
+        """Tells it from ways whose steps are others; `CrewFigures.key` is alike."""
+        return self.strategy, self.codec, self.servers, self.workers, self.axes
 
     @property
     def is_plain(self) -> bool:

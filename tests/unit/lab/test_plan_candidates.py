@@ -1,5 +1,6 @@
 """The ways that a plan looks at, what it makes of crews' answers, and what it says."""
 
+import json
 import re
 
 import msgspec
@@ -7,9 +8,11 @@ import pytest
 
 from instep.errors import SpecError
 from instep.job import file as spec_file
+from instep.lab.plan.answers import SAVING_BYTES, CrewRequest, summed
 from instep.lab.plan.candidates import candidates, job_of
-from instep.lab.plan.plan import JobPlan, Question, _planned, _requests, read_machines
-from instep.lab.plan.probe import SAVING_BYTES, CrewRequest, _summed
+from instep.lab.plan.crews import crews_for
+from instep.lab.plan.machine_file import read_machines
+from instep.lab.plan.plan import JobPlan, Question, _planned
 from instep.plan.lines import plan_lines
 from instep.plan.machine import HostLink, Machines
 from instep.plan.measured import ProbedMachine
@@ -33,7 +36,12 @@ def rank(number, step_s, sent=0.0, **more):
     """One process's answer: twelve steps, half of them passes."""
     times = [[0.5 * step_s, 0.2 * step_s, 0.3 * step_s, 0.1 * step_s, step_s]] * 12
     found = {"rank": number, "times": times, "kernels": [0.001] * 12, "small_s": 1e-4}
-    found |= {"sent_bytes": sent, "passes_of_a_step": 1, "peak_bytes": 200 << 20}
+    found |= {
+        "sent_bytes": sent,
+        "passes_of_a_step": 1,
+        "peak_bytes": 200 << 20,
+        "resident_bytes": 190 << 20,
+    }
     return {**found, "buckets": [[1.0, 1.0]], **more}
 
 
@@ -47,18 +55,21 @@ def first(step_s):
 def planned(job, question, answers):
     machines = question.machines(job)
     ways, refused = candidates(job, machines, question.most_workers(machines, job))
-    requests = _requests(ways, job, machines)
+    requests = crews_for(ways, job, machines)
     found = {n: answers(each.way) for n, each in enumerate(requests[:3])}
     found = {n: each for n, each in found.items() if each}
     found[0] = first(0.1)
-    probed = _summed(requests, found, ProbedMachine(2, 3.0))
+    probed = summed(requests, found, ProbedMachine(2, 3.0))
     return _planned(job, question, machines, ways, refused, probed)
 
 
 def test_ways_with_the_same_result_keep_batch_and_strategy_and_others_say_what_they_change(job):
-    ways, refused = candidates(job(), Machines(1, 2), 8)
+    ways, refused = candidates(job(), Machines(1, 2), 8, meshes=True)
     same = [each.way for each in ways if each.way.same]
-    assert [way.workers for way in same if way.strategy == "all_reduce"] == [1, 2, 4]
+    plain = [way for way in same if way.key == TrainingWay(way.workers).key]
+    assert [way.workers for way in plain] == [1, 2, 4]
+    meshes = {way.axes for way in same if way.mesh}
+    assert meshes == {"shard = 2", "tensor = 2", "stages = 2"}
     assert {way.strategy for way in same} == {"all_reduce", "server_sync"}
     assert all(str(PARTS) in each.why for each in refused)
     assert {each.name for each in refused} >= {"8 all_reduce"}
@@ -116,9 +127,31 @@ def test_every_figure_of_the_sentences_follows_from_the_table(job):
 
 def test_what_fits_nowhere_is_refused_with_the_missing_bytes(job):
     question = Question(most=1, memory_bytes=100 << 20)
-    missing = (100 << 20) + SAVING_BYTES + 4000 + 8
+    missing = (90 << 20) + SAVING_BYTES + 4000 + 8
     with pytest.raises(SpecError, match=f"lacks {missing:,}"):
         planned(job(), question, lambda way: None)
+
+
+def test_a_worker_takes_the_most_of_its_peak_the_trials_and_what_it_holds_while_it_saves(job):
+    own = job()
+    requests = crews_for(candidates(own, Machines(1, 2), 2)[0], own, Machines(1, 2))
+    (served,) = [each for each in requests if each.way.servers]
+
+    def of(peak, held, tried):
+        alone = first(0.1)
+        alone["ranks"][0] |= {"tried_bytes": tried << 20}
+        ranks = [rank(n, 0.06) for n in range(served.way.processes)]
+        for each in ranks:
+            each |= {"peak_bytes": peak << 20, "resident_bytes": held << 20}
+        answer = {"crew": 1, "ranks": ranks, "others_busy": 0.0, "seconds": 1.0}
+        found = summed([requests[0], served], {0: alone, 1: answer}, ProbedMachine(2)).crews[1]
+        return found.worker_bytes, found.server_bytes
+
+    before, saving = 200 << 20, SAVING_BYTES + 4000 + 8  # the first crew's own peak
+    assert of(150, 100, 180) == (before, before)
+    assert of(150, 100, 260) == (260 << 20, before)
+    assert of(300, 100, 260) == (300 << 20, 300 << 20)
+    assert of(300, 290, 260) == ((290 << 20) + saving, (290 << 20) + saving)
 
 
 def test_machines_of_an_earlier_plan_are_read_again(job, tmp_path):
@@ -128,16 +161,76 @@ def test_machines_of_an_earlier_plan_are_read_again(job, tmp_path):
     file.write_bytes(msgspec.json.encode(found))
     assert read_machines(file) == asked.machines(job())
     assert read_machines(file).link == HostLink(1e9)
-    file.write_text("{}")
-    with pytest.raises(SpecError, match="instep plan --json"):
+
+
+GOOD = {"hosts": 2, "host_cores": 2}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"machine": 3}',
+        json.dumps({**GOOD, "hosts": 0}),
+        json.dumps({**GOOD, "bits_per_s": -1}),
+        json.dumps({**GOOD, "bits_per_s": "1gbit"}),
+        json.dumps({**GOOD, "latency_s": -1.0}),
+        json.dumps({**GOOD, "speeds": [1.0]}),
+        json.dumps({**GOOD, "speeds": [1.0, 0.0]}),
+        "[" * 5000,
+        b"\xff\xfe",
+        None,
+    ],
+)
+def test_a_file_without_machines_is_refused_in_one_sentence(told, tmp_path):
+    file = tmp_path / "plan.json"
+    if told is not None:
+        file.write_bytes(told.encode() if isinstance(told, str) else told)
+    with pytest.raises(SpecError, match=r"--machine .*instep plan --json") as caught:
         read_machines(file)
+    assert "\n" not in str(caught.value)
+    file.write_text(json.dumps(GOOD))
+    assert read_machines(file) == Machines(2, 2)
+
+
+def test_a_visit_that_others_disturbed_does_not_count_and_two_quiet_ones_are_averaged(job):
+    own = job()
+    requests = crews_for(candidates(own, Machines(1, 2), 2)[0], own, Machines(1, 2))
+    pair = next(n for n, each in enumerate(requests) if each.way.name == "2 all_reduce")
+    visits = [requests[0], *[requests[pair]] * 3]
+
+    def of(*visited):
+        found = {0: first(0.1)}
+        for number, (step_s, busy) in enumerate(visited, 1):
+            ranks = [rank(n, step_s, sent=4000.0) for n in range(2)]
+            found[number] = {"crew": number, "ranks": ranks, "others_busy": busy, "seconds": 1.0}
+        return summed(visits, found, ProbedMachine(2, 3.0)).crews[1]
+
+    both = of((0.06, 0.0), (0.08, 0.1))
+    assert both.whole_s == pytest.approx(0.07)
+    assert both.visits == pytest.approx([0.06, 0.08])
+    quiet = of((0.06, 0.0), (0.13, 1.4), (0.08, 0.1))
+    assert quiet.whole_s == pytest.approx(both.whole_s)
+    assert quiet.visits == both.visits
+
+
+def test_crews_of_emulated_hosts_are_on_their_links_unless_there_can_be_none(job):
+    machines = Machines(4, 2, HostLink(1e8), emulated=True)
+    ways, _ = candidates(job(), machines, 4)
+    for linked in (True, False):
+        found = crews_for(ways, job(), machines, linked=linked)
+        assert {each.rate for each in found[1:]} == {"100000000bit" if linked else None}
+        assert found[0].rate is None
+        assert {each.hosts for each in found} == {1, 2, 4}
 
 
 def test_crews_run_here_and_leave_no_checkpoint_and_no_host(job):
     own = job()
-    ways, _ = candidates(own, Machines(4, 2, HostLink(1e9)), 4)
-    for each in _requests(ways, own, Machines(4, 2, HostLink(1e9))):
+    ways, _ = candidates(own, Machines(4, 2, HostLink(1e9)), 4, meshes=True)
+    for each in crews_for(ways, own, Machines(4, 2, HostLink(1e9))):
         assert isinstance(each, CrewRequest)
-        assert each.way.workers <= 2
+        assert each.way.workers <= (4 if each.way.mesh else 2)
         assert each.job.checkpoint.every == "never"
     assert TrainingWay(1).name == "1 worker"

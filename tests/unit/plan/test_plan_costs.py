@@ -50,10 +50,14 @@ def over(rate: float, hosts: int, latency_s: float = 0.0) -> Machines:
 
 
 @pytest.mark.parametrize("servers", [0, 1, 3])
+@pytest.mark.parametrize("encoded", [False, True])
 @given(st.data())
-@settings(max_examples=40, deadline=None)
-def test_more_bandwidth_never_lengthens_a_step(servers: int, data: st.DataObject) -> None:
+@settings(max_examples=30, deadline=None)
+def test_more_bandwidth_never_lengthens_a_step(
+    encoded: bool, servers: int, data: st.DataObject
+) -> None:
     exchange, passes = data.draw(exchanges(servers)), data.draw(crowds())
+    exchange = exchange._replace(encoded=encoded)
     slow, fast = sorted([data.draw(RATES), data.draw(RATES)])
     hosts = data.draw(st.integers(1, 5))
     steps = [in_lockstep(over(rate, hosts), passes, exchange).seconds for rate in (slow, fast)]
@@ -101,6 +105,19 @@ def test_pushes_and_pulls_take_the_closed_form_of_parameter_servers(
     parts = in_lockstep(machines, [WorkerPass(0.1, 0.05)] * workers, exchange)
     one = workers * size / servers / (rate / 8 * 0.956)
     assert parts.wire == pytest.approx(one * (1 + 1 / SEGMENTS), rel=1e-6)
+
+
+def test_an_encoded_exchange_sends_sums_only_once_they_are_decoded() -> None:
+    """One bucket: half of it on the link, all of its decoding, the other half, decoding again."""
+    size, rate, software = 40e6, 1e9, 5e-9
+    exchange = BucketExchange([FullBucket(size, 1.0)], software, encoded=True)
+    passes = [WorkerPass(0.1, 0.05)] * 2
+    parts = in_lockstep(over(rate, 2), passes, exchange)
+    on_link = size / (rate / 8 * 0.956)
+    assert parts.wire == pytest.approx(on_link + size * software)
+    several = exchange._replace(buckets=[FullBucket(size / 8, 1.0)] * 8)
+    hidden = in_lockstep(over(rate, 2), passes, several).wire
+    assert max(on_link, size * software) < hidden < parts.wire
 
 
 def test_a_round_of_diloco_is_its_local_steps_and_one_exchange() -> None:
@@ -171,6 +188,40 @@ def test_a_way_that_was_measured_costs_what_was_measured(of: CrewFigures) -> Non
     assert priced.measured
     assert priced.seconds == pytest.approx(of.whole_s, rel=0.01)
     assert priced.low < of.whole_s < priced.high
+
+
+LINKED = crew(2, 0.105, 0.5, hosts=2, bits_per_s=1e8)
+
+
+@pytest.mark.parametrize("wire_s", [0.9, 0.3])
+def test_a_crew_on_links_is_taken_as_it_is_and_other_rates_are_simulated_from_it(
+    wire_s: float,
+) -> None:
+    """Its exchange may be longer than the rate of its links says, or shorter, as bursts are."""
+    linked = crew(2, 0.105, wire_s, hosts=2, bits_per_s=1e8)
+    known = KNOWN._replace(crews=[CREWS[0], linked])
+    found = []
+    for rate in (5e7, 1e8, 2e8, 1e10):
+        priced = price(TrainingWay(2), known, Machines(2, 2, HostLink(rate), emulated=True))
+        assert priced is not None
+        found.append(priced.seconds)
+    assert found[1] == pytest.approx(linked.whole_s, rel=0.01)
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 1.2 * found[1]
+
+
+def test_the_interval_is_as_wide_as_visits_are_apart_and_wider_for_what_is_simulated() -> None:
+    def wide(apart: float, rate: float) -> float:
+        seen = [LINKED.whole_s * (1 - apart), LINKED.whole_s * (1 + apart)]
+        alone = msgspec.structs.replace(CREWS[0], visits=[0.2, 0.2])
+        known = KNOWN._replace(crews=[alone, msgspec.structs.replace(LINKED, visits=seen)])
+        found = price(TrainingWay(2), known, Machines(2, 2, HostLink(rate), emulated=True))
+        assert found is not None
+        return found.wide
+
+    assert wide(0.0, 1e8) < wide(0.03, 1e8) < wide(0.1, 1e8)
+    assert wide(0.0, 1e8) <= 0.0625  # BASE alone
+    assert wide(0.0, 2e8) > wide(0.0, 1e8)
 
 
 @given(st.lists(RATES, min_size=2, max_size=2), st.sampled_from([2, 4]))

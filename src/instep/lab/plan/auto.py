@@ -16,9 +16,6 @@ from instep.lab.plan.plan import JobPlan, Question, plan_job
 from instep.units import readable_seconds
 from instep.words import plural
 
-AUTO = "auto"
-"""Asks for it, in the place of a number of workers."""
-
 
 class Chosen(NamedTuple):
     """The workers, and what was planned for them."""
@@ -50,7 +47,7 @@ def planned_workers(job: JobSpec, question: Question, say: Callable[[str], None]
         raise SpecError(
             "workers = 'auto': with a codec the result depends on the number of workers. Give it."
         )
-    plan = plan_job(msgspec.structs.replace(job, workers=1), question, say)
+    plan = plan_job(msgspec.structs.replace(job, workers=job.mesh.ranks), question, say)
     own = job.sync.name
     rows = [
         each for each in plan.ranking.fits

@@ -5,6 +5,7 @@ Nothing is started, and torch is not imported. Way in: `candidates`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import msgspec
 
 from instep.client.job_checks import refusals
 from instep.errors import InstepError
+from instep.job.mesh import MeshSpec
 from instep.job.spec import JobSpec
 from instep.job.sync import ROUNDS, SyncSpec
 from instep.plan.machine import Machines
@@ -20,6 +22,9 @@ from instep.sync import LEASED, servers_of
 
 CODECS_TRIED = ("bfloat16", "int8", "int4")
 """Codecs that are priced beside none, at the most workers."""
+
+AXES = "shard", "tensor", "stages"
+"""Axes of a mesh."""
 
 ROUNDS_TRIED, LEASED_TRIED = ("averaging", "diloco"), ("bounded_stale",)
 
@@ -39,7 +44,7 @@ class RefusedWay(NamedTuple):
 
 
 def candidates(
-    job: JobSpec, machines: Machines, most: int
+    job: JobSpec, machines: Machines, most: int, *, meshes: bool = False
 ) -> tuple[list[Candidate], list[RefusedWay]]:
     """List what could be done, the ways with the same result first.
 
@@ -47,9 +52,12 @@ def candidates(
         job: as it is.
         machines: where it would run.
         most: workers.
+        meshes: whether axes of a mesh are looked at that the job does not have.
     """
     found, refused = list[Candidate](), list[RefusedWay]()
-    for way in _ways(job, machines, most):
+    for way in _ways(job, machines, most, meshes=meshes):
+        if not way.mesh:
+            way = way._replace(changes=(*_without_mesh(job.mesh), *way.changes))
         made = _checked(way, job)
         if isinstance(made, Exception):
             if way.workers == 1 and way.same:
@@ -88,10 +96,15 @@ def job_of(way: TrainingWay, job: JobSpec) -> JobSpec:
         if way.local_steps:
             given["participants"] = way.participants
         sync = SyncSpec(**given)
-    return replace(job, workers=way.workers, sync=sync)
+    mesh = job.mesh
+    if not way.mesh:
+        mesh = MeshSpec()
+    elif way.mesh != axes_of(mesh):
+        mesh = replace(mesh, **dict(way.mesh))
+    return replace(job, workers=way.workers, sync=sync, mesh=mesh)
 
 
-def _ways(job: JobSpec, machines: Machines, most: int) -> Iterator[TrainingWay]:
+def _ways(job: JobSpec, machines: Machines, most: int, *, meshes: bool) -> Iterator[TrainingWay]:
     own, numbers = job.sync, counts(most, machines.hosts)
     if own.rounds is not None:
         for workers in numbers:
@@ -105,6 +118,39 @@ def _ways(job: JobSpec, machines: Machines, most: int) -> Iterator[TrainingWay]:
                 changes = _changes(own, "server_sync", servers)
                 yield TrainingWay(workers, "server_sync", servers=servers, changes=changes)
     yield from _with_another_result(job, numbers[-1])
+    if own.rounds is None and (meshes or job.mesh.ranks > 1):
+        yield from _on_meshes(job, machines, most)
+
+
+def _on_meshes(job: JobSpec, machines: Machines, most: int) -> Iterator[TrainingWay]:
+    """The job's own mesh with one replica, two, four ...; or each axis by itself."""
+    mesh, changes = job.mesh, _changes(job.sync, "all_reduce")
+    if mesh.ranks > 1:
+        for replicas in counts(max(1, most // mesh.ranks)):
+            yield TrainingWay(replicas * mesh.ranks, changes=changes, mesh=axes_of(mesh))
+        return
+    sizes = {2, machines.hosts} if machines.hosts > 1 else {2}
+    for size in sorted(size for size in sizes if size <= most):
+        for axis in AXES:
+            asked = (*changes, f"mesh.{axis}={size}")
+            yield TrainingWay(size, changes=asked, mesh=((axis, size),))
+
+
+def axes_of(mesh: MeshSpec) -> tuple[tuple[str, int], ...]:
+    """Axes with several processes."""
+    sizes = ((axis, getattr(mesh, axis)) for axis in AXES)
+    return tuple((axis, size) for axis, size in sizes if size > 1)
+
+
+def _without_mesh(mesh: MeshSpec) -> tuple[str, ...]:
+    """Changes that take a mesh away, with all that is said of it."""
+    plain = MeshSpec()
+    values = {name: getattr(plain, name) for name in mesh.__struct_fields__}
+    return tuple(
+        f"mesh.{name}={json.dumps(value)}"
+        for name, value in values.items()
+        if value != getattr(mesh, name)
+    )
 
 
 def _with_another_result(job: JobSpec, workers: int) -> Iterator[TrainingWay]:

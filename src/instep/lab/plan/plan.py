@@ -17,19 +17,20 @@ from instep.data.cores import cores
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.lab.namespaces import NetworkError
-from instep.lab.netlab import bits_per_s
-from instep.lab.plan.candidates import Candidate, RefusedWay, candidates, job_of
+from instep.lab.netlab import bits_per_s, why_not
+from instep.lab.plan.answers import Probed
+from instep.lab.plan.candidates import Candidate, RefusedWay, candidates
+from instep.lab.plan.crews import crews_for, twice
 from instep.lab.plan.earlier import Learned, learned
-from instep.lab.plan.probe import CrewRequest, Probed, probe, twice, visit_again
+from instep.lab.plan.machine_file import machines_table, read_machines
+from instep.lab.plan.own_loop import probe_runs
+from instep.lab.plan.probe import probe, visit_again
 from instep.plan.explain import explain, table_of
 from instep.plan.machine import HostLink, Machines
 from instep.plan.pricing import Measurements
 from instep.plan.search import Ranking, missing_bytes, search
-from instep.plan.ways import LEASED_WAYS, TrainingWay
+from instep.plan.ways import TrainingWay
 from instep.words import listed, plural
-
-_ENDLESS = 1_000_000
-"""Steps of a crew's job, which takes a few of them."""
 
 _LEAST_S = 8.0
 """Seconds in which two ways that are close can take steps again, in turns."""
@@ -54,6 +55,8 @@ class Question(NamedTuple):
     """A file of an earlier plan, whose machines these are."""
     runs: Path | None = None
     """Folder of run folders, from which is learned."""
+    meshes: bool = False
+    """Whether meshes are looked at that the job does not have."""
 
     def machines(self, job: JobSpec) -> Machines:
         """The hosts that are asked about.
@@ -111,7 +114,10 @@ class JobPlan(NamedTuple):
                 "merged": job.merged,
                 "same_as_one_machine": self.probed.verdict.verdict,
             },
-            "machine": {**_as_table(self.machines), **msgspec.to_builtins(self.probed.machine)},
+            "machine": {
+                **machines_table(self.machines),
+                **msgspec.to_builtins(self.probed.machine),
+            },
             "ways": table_of(ranking, job),
             "best": ranking.best.way.name if ranking.best else None,
             "workers": ranking.best.way.workers if ranking.best else None,
@@ -158,30 +164,29 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
         InstepError: the job cannot be trained by one worker; or nothing fits into memory.
     """
     machines = question.machines(job)
-    if job.recipe.endswith(":__main__"):
-        raise SpecError(
-            "a loop of your own exists only while it runs, and cannot be probed. Compare real "
-            "runs: instep compare, or runs with --workers 1 and 2 and train.stop_after_steps."
-        )
-    if job.mesh.ranks > 1:
-        raise SpecError(
-            f"[mesh] {job.mesh.axes}: plan prices ways in which a worker has the whole model. "
-            "Set these to 1; and compare a mesh by real runs: instep compare --with mesh.shard=2."
-        )
     most = question.most_workers(machines, job)
-    ways, refused = candidates(job, machines, most)
-    requests = _requests(ways, job, machines)
-    probed = probe(job, twice(requests), cores(), question.seconds, say)
+    ways, refused = candidates(job, machines, most, meshes=question.meshes)
+    no_links = why_not() if machines.emulated and machines.link is not None else None
+    own_loop = job.recipe.endswith(":__main__")
+    if own_loop:
+        ways = [e for e in ways if e.way.key == TrainingWay(e.way.workers).key]
+    requests = crews_for(ways, job, machines, linked=no_links is None)
+    if own_loop:
+        probed = probe_runs(job, requests, cores(), question.seconds, say)
+    else:
+        probed = probe(job, twice(requests), cores(), question.seconds, say)
     if probed.failed:
         raise SpecError(f"one worker cannot be probed: {probed.failed}")
-    found = _planned(job, question, machines, ways, refused, probed)
-    close = [each.way[:4] for each in found.ranking.undecided[:2]]
-    of_both = [each for each in requests if each.way[:4] in close]
+    found = _planned(job, question, machines, ways, refused, probed, no_links)
+    if own_loop:
+        return found
+    close = [each.way.key for each in found.ranking.undecided[:2]]
+    of_both = [each for each in requests if each.way.key in close]
     left = question.seconds - probed.machine.seconds
     if len(of_both) < 2 or left < _LEAST_S:
         return found
     probed = visit_again(job, probed, of_both, left, say)
-    return _planned(job, question, machines, ways, refused, probed)
+    return _planned(job, question, machines, ways, refused, probed, no_links)
 
 
 def _planned(
@@ -191,10 +196,11 @@ def _planned(
     ways: Sequence[Candidate],
     refused: Sequence[RefusedWay],
     probed: Probed,
+    no_links: str | None = None,
 ) -> JobPlan:
     failed = {each.key: each.failed for each in probed.crews if each.failed}
     out = [RefusedWay(w.name, f"its probe failed: {failed[k]}") for w in (e.way for e in ways)
-           if (k := (w.strategy, w.codec, w.servers, w.workers)) in failed]  # fmt: skip
+           if (k := w.key) in failed]  # fmt: skip
     gone = {each.name for each in out}
     memory = question.memory_bytes or int(psutil.virtual_memory().total)
     known = Measurements(probed.job, probed.crews, probed.machine)
@@ -202,6 +208,8 @@ def _planned(
     known = known._replace(learned=before.ratio)
     left = [each.way for each in ways if each.way.name not in gone]
     ranking = search(left, known, machines, memory_bytes=memory)
+    why = "no crew has taken steps of it: there was no time left. Give more --seconds"
+    out += [RefusedWay(each.name, why) for each in ranking.unpriced]
     if not ranking.fits and ranking.same:
         least = min(ranking.same, key=lambda each: each.worker_bytes)
         missing = missing_bytes(least, machines, memory)
@@ -223,13 +231,15 @@ def _planned(
         probed,
         ranking,
         [*refused, *out],
-        _notes(probed, ranking, before),
+        _notes(probed, ranking, before, no_links),
         steps,
     )
 
 
-def _notes(probed: Probed, ranking: Ranking, before: Learned) -> list[str]:
+def _notes(probed: Probed, ranking: Ranking, before: Learned, no_links: str | None) -> list[str]:
     found, machine = [], probed.machine
+    if no_links is not None:
+        found.append(f"links are simulated, as none can be emulated here: {no_links}")
     if before.runs:
         found.append(
             f"times are corrected by {before.ratio:.2f}, the median of "
@@ -245,90 +255,3 @@ def _notes(probed: Probed, ranking: Ranking, before: Learned) -> list[str]:
     if not_measured := [e.way.name for e in ranking.same if not e.measured and e.way.workers > 1]:
         found.append(f"no crew took steps of {listed(not_measured, 4)}: scaled from others")
     return found
-
-
-def _requests(ways: Sequence[Candidate], job: JobSpec, machines: Machines) -> list[CrewRequest]:
-    """Crews for the ways, each once: those with the same result first, the fewest workers first.
-
-    Rounds and leases have none: they are made of passes and exchanges that others have measured.
-    """
-    alone = TrainingWay(1)
-    crews = [CrewRequest(alone, job_of(alone, _plain(job)))]
-    several = machines.hosts > 1 and not machines.emulated
-    for same in (True, False):
-        for each in ways:
-            way = each.way
-            if way.same is not same or way.local_steps or way.strategy in LEASED_WAYS:
-                continue
-            way = way._replace(changes=(), same=True)
-            if several:
-                way = _here(way, machines)
-            if way.is_plain or any(way[:4] == other.way[:4] for other in crews):
-                continue
-            if way.workers <= 2 * machines.cores:
-                hosts = machines.hosts if machines.emulated else 1
-                crews.append(CrewRequest(way, job_of(way, _plain(job)), min(hosts, way.workers)))
-    if any(each.way.local_steps or each.way.strategy in LEASED_WAYS for each in ways):
-        pair = TrainingWay(2)
-        if job.most_workers > 1 and all(pair[:4] != each.way[:4] for each in crews):
-            crews.append(CrewRequest(pair, job_of(pair, _plain(job))))
-    return crews
-
-
-def _here(way: TrainingWay, machines: Machines) -> TrainingWay:
-    """A crew of this machine for a way on several: as many workers as meet on one, or a pair."""
-    beside = machines.beside(way.workers)
-    workers = way.workers if way.workers == 1 else max(2, min(beside, way.workers))
-    return way._replace(workers=workers, servers=min(way.servers, 1))
-
-
-def _plain(job: JobSpec) -> JobSpec:
-    """The job on this machine, without hosts, checkpoints, loggers and an end."""
-    replace = msgspec.structs.replace
-    launch = type(job.launch)()
-    checkpoint = replace(job.checkpoint, every="never", copy_to="")
-    report = replace(job.report, loggers=())
-    train = replace(job.train, steps=_ENDLESS, epochs=None, stop_after_steps=0)
-    given = {"launch": launch, "network": "loopback", "checkpoint": checkpoint, "train": train}
-    return replace(job, report=report, **given)
-
-
-def _as_table(machines: Machines) -> dict[str, Any]:
-    link = machines.link
-    return {
-        "hosts": machines.hosts,
-        "host_cores": machines.cores,
-        "bits_per_s": link.bits_per_s if link else None,
-        "latency_s": link.latency_s if link else None,
-        "emulated": machines.emulated,
-        "speeds": list(machines.speeds),
-    }
-
-
-def read_machines(file: Path) -> Machines:
-    """The machines of an earlier plan: what `instep plan --json` printed, or its `machine`.
-
-    Raises:
-        SpecError: it has none.
-    """
-    try:
-        found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        table = found.get("machine", found)
-        link = None
-        if table.get("bits_per_s"):
-            link = HostLink(float(table["bits_per_s"]), float(table.get("latency_s") or 1e-4))
-        hosts, host_cores = int(table["hosts"]), int(table["host_cores"])
-        if min(hosts, host_cores) < 1:
-            raise ValueError(f"{hosts} hosts of {host_cores} cores")
-        return Machines(
-            hosts,
-            host_cores,
-            link,
-            bool(table.get("emulated", False)),
-            tuple(float(each) for each in table.get("speeds") or ()),
-        )
-    except (OSError, KeyError, AttributeError, TypeError, ValueError) as error:
-        why = f"it says no {error}" if isinstance(error, KeyError) else error
-        raise SpecError(
-            f"--machine {file}: it is not what `instep plan --json` prints ({why})."
-        ) from None

@@ -5,26 +5,25 @@ Everything ends with the process. Way in: `Rank`.
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.metered import tcp_traffic
 from instep.comm.protocol.messages import Form
-from instep.comm.torch_comm import TorchComm
+from instep.comm.torch_comm import LOOPBACK
 from instep.data.batches import Batches
 from instep.data.cores import cores
 from instep.data.shards.urls.remote import use_cache
 from instep.engine.trial_result import Trial
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
+from instep.lab.check import measures
 from instep.lab.plan.rehearsed_steps import ProbeMember, RehearsedSteps, StepTimes
 from instep.recipe.build import call
 from instep.sync import servers_of
@@ -51,6 +50,7 @@ class Rank:
         limit_s: seconds that timed steps may take.
         trial: on merging; None: this process finds out.
         whole: the job as it is, for its length.
+        address: at which it listens.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Rank:
         limit_s: float,
         trial: Trial | None,
         whole: JobSpec,
+        address: str = LOOPBACK,
     ) -> None:
         self._whole = whole
         self._job, self._rank, self._limit_s, self._trial = job, rank, limit_s, trial
@@ -85,11 +86,11 @@ class Rank:
             role="worker" if rank < job.workers else "server",
         )
         recipe = call(function, job.arguments, job.seed)
-        member = ProbeMember(job, form, folder)
+        member = ProbeMember(job, form, folder, address)
         member.others_have_state = rank > 0 or trial is not None
+        member.known = trial.encoded() if trial is not None else b""
         self._training = Training(member, recipe, torch.device("cpu"))
         self._steps = RehearsedSteps(self._training)
-        self._folder = folder
 
     def run(self) -> dict[str, Any]:
         """Measure, and return what was found as plain data."""
@@ -102,16 +103,15 @@ class Rank:
                 found["passes"] = steps.passes()
                 update = steps.update()
                 found["update_s"], found["state_bytes"] = update.seconds, update.state_bytes
-        if self._rank == 0:
+        if self._rank == 0 and self._job.mesh.ranks == 1:
             found["buckets"] = steps.buckets()
             found |= self._sizes()
-        comm: Comm = AloneComm()
-        if self._size > 1:
-            store = FileStore(str(self._folder / "meet"), self._size)
-            comm = TorchComm(store, self._rank, self._size)
-        steps.begin(comm, trial)
-        found |= self._timed(comm)
-        found["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found |= self._timed(steps.begin(trial))
+        found["peak_bytes"] = measures.resident_bytes()
+        found["resident_bytes"] = psutil.Process().memory_info().rss
+        if self._size == 1:
+            steps.try_trained()
+            found["tried_bytes"] = measures.resident_bytes()
         return found
 
     def _sizes(self) -> dict[str, Any]:

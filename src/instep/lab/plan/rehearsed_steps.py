@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from instep.comm.base import Comm
 from instep.comm.buckets import lay_out
@@ -19,8 +22,9 @@ from instep.data.loader import Read, Slice
 from instep.data.order import position
 from instep.data.samples import last_read
 from instep.engine.gradients import Gradients
-from instep.engine.membership import RecordSender
+from instep.engine.membership import RecordSender, RunStore
 from instep.engine.trial_result import Trial
+from instep.errors import InstepError
 from instep.job.spec import JobSpec
 from instep.lab.check import measures
 from instep.lab.check.lone_member import LoneMember
@@ -38,6 +42,9 @@ _NO_STOPPING = SimpleNamespace(
 
 _BUCKET_MB = 8.0
 
+TRIED_STEP = 16
+"""One in which a run tries the model that it has trained (`worker/passes/late_trial.py`)."""
+
 
 class ProbeMember(LoneMember):
     """One of some processes that take steps of a job together, without a master.
@@ -45,15 +52,29 @@ class ProbeMember(LoneMember):
     Args:
         job: what they would train.
         form: the group, and this process's rank in it.
-        folder: thrown away at the end.
+        folder: where they meet; thrown away at the end.
+        address: at which this process listens.
     """
 
-    def __init__(self, job: JobSpec, form: Form, folder: Path) -> None:
+    def __init__(self, job: JobSpec, form: Form, folder: Path, address: str) -> None:
         super().__init__(job, lambda name, fields: None)
         self.number, self.form, self.run, self.role = form.rank, form, folder, "probe"
+        self.address = self.outside = address
+        self.sees_run = True  # for the layout of a mesh, which lies there
+        self.run_store = cast(RunStore, SimpleNamespace(set=lambda key, value: None))
+        self._meet: Store = FileStore(str(folder / "meet"), len(form.members))
         self.started = time.time()
         quiet = SimpleNamespace(add=lambda ledger, steps: None, flush=lambda: None)
         self.records = cast(RecordSender, quiet)
+
+    def store(self, group: str = "") -> Any:
+        """The store by which they connect, or a group of them."""
+        return PrefixStore(f"generation/{group}", self._meet)
+
+    def replica_store(self, group: str = "") -> Any:
+        """The store by which the processes of this one's replica connect."""
+        replica = self.job.mesh.coordinate(self.number).replica
+        return PrefixStore(f"replica {replica}/{group}", self._meet)
 
 
 class StepTimes(NamedTuple):
@@ -170,17 +191,18 @@ class RehearsedSteps:
 
     # ---- in the group
 
-    def begin(self, comm: Comm, trial: Trial) -> None:
-        """Form a group, as at the start of a run."""
+    def begin(self, trial: Trial) -> Comm:
+        """Form a group, as at the start of a run, and return it."""
         training = self._training
         training.engine.state.trial = trial
-        training._comms = (comm, comm)
-        training.engine.begin(comm, comm)
+        training._comms = comm, column = training._make_comms()
+        training.engine.begin(comm, column)
         training._before_steps(comm)
-        training.engine.start(comm, comm, training._lockstep(comm), compare=False)
+        training.engine.start(comm, column, training._lockstep(comm), compare=False)
         _without_rules(training.after)
         training._model.train()
         self._plan = training._plan(1)
+        return comm
 
     def step(self) -> StepTimes:
         """Take one."""
@@ -195,6 +217,14 @@ class RehearsedSteps:
         whole = time.perf_counter() - since
         exchanged = clock.wait + clock.wire
         return StepTimes(clock.computing, clock.backward, exchanged, clock.update, whole)
+
+    def try_trained(self) -> None:
+        """Compare the loss of a step's samples again, as a run does now and then, with other
+        passes: the most memory that its first worker takes."""
+        training = self._training
+        where, share = next(self._plan)
+        with suppress(InstepError):  # with check.strict a run would be refused
+            training._late.try_trained(where, share, TRIED_STEP)
 
     @property
     def passes_of_a_step(self) -> int:
