@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from instep import __version__
 from instep.cli.saying import say_aside
@@ -32,6 +33,24 @@ class Parser(argparse.ArgumentParser):
             (known,) = (a.choices for a in actions_of(self) if name in (a.metavar, a.dest))
             raise SpecError(f"there is no {name} {given!r}. {near_miss(given, known or ())}")
         raise SpecError(f"{message}. See {self.prog} --help.")
+
+
+def number(wanted: str, low: float, high: float, kind: type = float) -> Callable[[str], Any]:
+    """Make the type of an option that is a number.
+
+    Args:
+        wanted: words for such a number.
+        low, high: the least and the greatest.
+        kind: of number.
+    """
+
+    def read(typed: str) -> Any:
+        with suppress(ValueError):
+            if low <= (found := kind(typed)) <= high:
+                return found
+        raise argparse.ArgumentTypeError(f"{typed!r}: wanted is {wanted}")
+
+    return read
 
 
 class Command(NamedTuple):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instep.cli.parsing import Parser, add_job, overrides_of, say_left_out
+from instep.cli.parsing import Parser, add_job, number, overrides_of, say_left_out
 from instep.cli.saying import say, say_aside
 from instep.errors import SpecError
 
@@ -65,18 +65,8 @@ def _with_job(command: str, args: argparse.Namespace) -> str:
     return " ".join([command.replace(" JOB ", f" {shlex.quote(args.job)} "), *words])
 
 
-def _count(typed: str) -> int:
-    with suppress(ValueError):
-        if (found := int(typed)) >= 1:
-            return found
-    raise argparse.ArgumentTypeError(f"{typed!r}: wanted is a whole number from 1 on")
-
-
-def _seconds(typed: str) -> float:
-    with suppress(ValueError):
-        if (found := float(typed)) >= 0:
-            return found
-    raise argparse.ArgumentTypeError(f"{typed!r}: wanted is a number of seconds, such as 30")
+_count = number("a whole number from 1 on", 1, math.inf, int)
+_seconds = number("a number of seconds, such as 30", 0, math.inf)
 
 
 def plan_options(parser: Parser) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from instep.cli.parsing import Parser, add_set
+from instep.cli.parsing import Parser, add_set, number
 from instep.cli.saying import say, say_aside
 from instep.errors import INTERRUPTED, DataError, SpecError, file_beside
 from instep.words import plural
@@ -53,11 +52,7 @@ def prepare(args: argparse.Namespace) -> int:
     return INTERRUPTED if done.manifest is None else 0
 
 
-def _megabytes(typed: str) -> float:
-    with suppress(ValueError):
-        if 1e-6 <= (found := float(typed)) <= 1e9:
-            return found
-    raise argparse.ArgumentTypeError(f"{typed!r}: wanted is a number above 0, such as 8.")
+_megabytes = number("a number above 0, such as 8.", 1e-6, 1e9)
 
 
 def _type(typed: str) -> tuple[str, str]:

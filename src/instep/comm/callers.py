@@ -1,6 +1,6 @@
 """Callers that have yet to prove what they are: how many there may be, and who has to go.
 
-Whoever listens where strangers can call keeps them here: master, forwarders, parameter servers.
+Parts that listen where strangers can call keep them here: master, forwarders, parameter servers.
 Nothing here knows of connections or proofs. Way in: `Unproven`.
 """
 

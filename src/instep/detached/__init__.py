@@ -1,4 +1,4 @@
-"""Runs a command of instep in a session of its own, which outlives whoever started it.
+"""Runs a command of instep in a session of its own, which outlives the process that started it.
 
 It has a file locked from before it begins until it ends, so that one who comes later knows whether
 it lives, and nobody starts it twice; its process id is in the file. Nothing here knows what the
@@ -88,7 +88,7 @@ def locked(lock: Path) -> int | None:
 
 @contextmanager
 def holding(lock: Path) -> Iterator[bool]:
-    """Lock a file for this process, unless whoever started it has locked it for it.
+    """Lock a file for this process, unless the process that started it has locked it for it.
 
     Yields:
         Whether it is locked; False if another process has it.

@@ -62,7 +62,7 @@ class Again(msgspec.Struct, frozen=True, tag=True):
     number: int
     file: str
     """Pickled (piece, place, record, digest of its samples, whether it draws) of each. In a file:
-    whoever sends a large message to a process that is stopped waits for it."""
+    a sender of a large message to a process that is stopped waits for it."""
 
 
 class Sort(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,6 @@
 """Which part of a tensor a rank has: a box, [first, stop) in each dim of the whole tensor.
 
-Ranks of one replica hold parts of its tensors as DTensors; whoever saves, loads or gathers
+Ranks of one replica hold parts of its tensors as DTensors; code that saves, loads or gathers
 them asks here for the part, and never needs to know a mesh. Nothing here communicates or knows
 files. Way in: `cut_of` and `local` for a tensor; `meet`, `inside` and `gap` for boxes.
 """

@@ -87,7 +87,7 @@ class MemoryFiles:
         self._adopt(pid, number + 1)
 
     def adopt_all(self) -> None:
-        """Take up the files of all living workers of this run, whoever has forked them."""
+        """Take up the files of all living workers of this run, of any fork server."""
         for pid in filter(str.isdecimal, os.listdir("/proc") if self._files else ()):
             with contextlib.suppress(OSError):
                 with open(f"/proc/{pid}/comm") as comm:

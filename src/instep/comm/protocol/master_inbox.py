@@ -37,7 +37,7 @@ class MasterInbox:
         self.gone: PeerError | None = None
         """Why there is no master any more; if there is none."""
         self.thread: threading.Thread | None = None
-        """Takes in while the process is busy; without one, whoever wants a message does."""
+        """Takes in while the process is busy; without one, the caller that wants a message does."""
 
     def add(self, messages: Iterable[AnyMessage]) -> None:
         """Add messages that have arrived, and wake who waits."""

@@ -3,7 +3,7 @@
 In each epoch the shards of a part follow each other in a keyed permutation, mixed within windows;
 part follows part, always in the same sequence. This sequence is cut into lanes, one for each
 micro-batch of a step. So a lane is in one part, or goes over to the next once in an epoch, and
-whoever has that part computes it without samples of others.
+the worker that has that part computes it without samples of others.
 
 It is a function of (seed, epoch, positions), of shards and parts; where parts lie is not known
 here. Way in: `PartsOrder`.

@@ -1,8 +1,8 @@
 """What optimizers and schedulers keep beside their state dicts: whether a new one has the same.
 
 No checkpoint has an attribute of the user's optimizer that `state_dict()` leaves out. So a snapshot
-says what such attributes were, in digests, and whoever is given its state compares. Optimizers and
-schedulers of torch keep nothing so, and are not looked at.
+says what such attributes were, in digests; the process that is given its state compares.
+Optimizers and schedulers of torch keep nothing so, and are not looked at.
 """
 
 from __future__ import annotations

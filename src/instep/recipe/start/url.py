@@ -3,7 +3,7 @@
 All files that `start.model` needs are copied, of one version, and what is not a model is refused
 as it is of a folder here. The client finds the version, which the job then has; other hosts get
 the same one, and a process that comes later does not ask the file system. What the files are is
-checked by whoever opens them. Way in: `local_copy`.
+checked by the code that opens them. Way in: `local_copy`.
 """
 
 from __future__ import annotations

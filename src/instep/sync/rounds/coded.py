@@ -1,4 +1,4 @@
-"""Sum what participants give with a codec: the same bits, whoever computed them.
+"""Sum what participants give with a codec: the same bits, on whichever rank they were computed.
 
 What a participant gives is encoded by itself, together with what was left out of it before, and the
 sum once more (`exchange.py`). Whatever is encoded is cut into segments that depend on the model

@@ -28,7 +28,7 @@ def in_thread(compute: Callable[[], Agreed]) -> Future[Agreed]:
     def run() -> None:
         try:
             future.set_result(compute())
-        except BaseException as error:  # of whoever waits for it
+        except BaseException as error:  # of the thread that waits for it
             future.set_exception(error)
 
     Thread(target=run, name="streaming", daemon=True).start()

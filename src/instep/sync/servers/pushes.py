@@ -2,7 +2,7 @@
 
 What is left out of a segment is added to it in the next step (error feedback: Karimireddy et al.
 2019, arXiv:1901.09847), unless the codec is right on average. It lies by parameter, so that it is
-the same whoever has which part. Nothing here knows servers' optimizers, nor what comes back.
+the same wherever a part lies. Nothing here knows servers' optimizers, nor what comes back.
 """
 
 from __future__ import annotations

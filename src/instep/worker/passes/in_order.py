@@ -1,8 +1,8 @@
 """Brings what all workers have computed of a dataset to one of them, in the order of the dataset.
 
 It holds one batch of another worker at a time, and each other worker what it has computed. As every
-batch takes the same way, whoever has computed it, the receiver gets the same values at any number
-of workers. What they are for is not known here. Way in: `InOrder`.
+batch takes the same way, also one of the receiver's own, it gets the same values at any number of
+workers. What they are for is not known here. Way in: `InOrder`.
 """
 
 from __future__ import annotations
