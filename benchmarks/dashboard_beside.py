@@ -96,7 +96,7 @@ def measure(rounds: int, turn_s: float) -> dict[str, object]:
         programs: dict[str, Program] = {}
         with ended(programs):
             programs["bench"] = program("recipes/mlp.py:recipe", SETTINGS, folder)
-            wait_for_steps(lambda: len(times_of(folder)), 200)
+            wait_for_steps(lambda: len(times_of(folder)), 20, 600.0)
             server = Served(folder)
             for _ in range(PAGES):
                 threading.Thread(target=read, args=(server,), daemon=True).start()
