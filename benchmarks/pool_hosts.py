@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -106,15 +107,28 @@ class Hosts:
             self.kill_host(name)
 
 
+def drained_s(pool: PoolFolder, name: str) -> float:
+    """From the request to drain a host until it had no worker, by the pool's journal."""
+    rows = sqlite3.connect(pool.folder / "pool.sqlite")
+    asked = 0.0
+    for at, text in rows.execute("SELECT time, event FROM events ORDER BY number"):
+        event = json.loads(text[:-9])  # without its checksum
+        kind = event["type"] if event.get("host") == name else ""
+        if kind == "DrainAsked":
+            asked = at
+        if kind == "HostSeen" and asked and not event["workers"]:
+            rows.close()
+            return float(at - asked)
+    raise SystemExit(f"{name} was not drained")
+
+
 def one_round(folder: Path) -> dict[str, Any]:
-    hosts, times = Hosts(folder), {}
+    hosts = Hosts(folder)
     try:
         instep("submit", folder / "net.toml", "--pool", hosts.pool.folder, "--at-least", 2)
         wait_for("three workers train", lambda: len(hosts.taken()) == 3 and hosts.steps() > 3)
-        began = time.monotonic()
         instep("pool", "--pool", hosts.pool.folder, "drain", "three")
         wait_for("a drained host", lambda: "three" not in hosts.taken())
-        times["drained_s"] = time.monotonic() - began
         hosts.goes_on("a host is drained")
         instep("pool", "--pool", hosts.pool.folder, "drain", "three", "--undo")
         agent = hosts.agents["one"]
@@ -129,30 +143,34 @@ def one_round(folder: Path) -> dict[str, Any]:
         time.sleep(5.0)
         hosts.goes_on("the scheduler is stopped")
         hosts.signal(scheduler, signal.SIGKILL)
-        began = time.monotonic()
         instep("pool", "--pool", hosts.pool.folder, "start")
         wait_for("all hosts again", lambda: not any(map(hosts.away, HOSTS)))
-        times["attached_s"] = time.monotonic() - began
         wait_for("three workers again", lambda: len(hosts.taken()) == 3)
-        before = [*read_events(hosts.pool.runs / "net" / "events.jsonl")]
         hosts.kill_host("two")
         hosts.goes_on("a host is dead")
         hosts.start_agent("two")
         wait_for("the end", lambda: bool(hosts.pool.state().jobs["net"].outcome))
         wait_for("free hosts", lambda: not hosts.taken())
-        run = RunFolder(hosts.pool.runs / "net")
-        return {
-            **{name: round(seconds, 2) for name, seconds in times.items()},
-            "outcome": run.outcome,
-            "sha256": run.last("model_saved").get("parameters_sha256"),
-            "sessions": len(run.times.sessions),
-            "repeated": run.audit.repeated + run.audit.stray,
-            "missing": run.audit.missing,
-            "hosts_lost_before_one_was_killed": sum(e["event"] == "host_lost" for e in before),
-            "steps": run.last_step,
-        }
+        return figures(hosts.pool)
     finally:
         hosts.close()
+
+
+def figures(pool: PoolFolder) -> dict[str, Any]:
+    """What came of a round."""
+    run = RunFolder(pool.runs / "net")
+    events = [*read_events(run.path / "events.jsonl")]
+    return {
+        "outcome": run.outcome,
+        "sha256": run.last("model_saved").get("parameters_sha256"),
+        "sessions": len(run.times.sessions),
+        "repeated": run.audit.repeated + run.audit.stray,
+        "missing": run.audit.missing,
+        "hosts_lost": sum(e["event"] == "host_lost" for e in events),
+        "sizes": [e["workers"] for e in events if e["event"] == "scaled"],
+        "drained_s": round(drained_s(pool, "three"), 2),
+        "steps": run.last_step,
+    }
 
 
 def main() -> None:
@@ -182,7 +200,6 @@ def main() -> None:
         "repeated_samples": sum(r["repeated"] for r in rounds),
         "missing_samples": sum(r["missing"] for r in rounds),
         "drained_s": statistics.median(r["drained_s"] for r in rounds),
-        "attached_s": statistics.median(r["attached_s"] for r in rounds),
     }
     print(json.dumps(found))
 

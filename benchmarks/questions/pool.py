@@ -37,6 +37,21 @@ def busy(result: Any) -> Answer:
     return found([100 * each for each in every], " %", 1, "simulated, 2 and 16 cores")
 
 
+def other_bits(result: Any) -> Answer:
+    rounds = result["rounds"]
+    samples = result["repeated_samples"] + result["missing_samples"]
+    spread = (
+        f"rounds {len(rounds)}, sessions {result['sessions']}, samples twice or missing {samples}"
+    )
+    return found(len(rounds) - int(result["same_parameters"].split()[0]), "", 0, spread)
+
+
+def drained(result: Any) -> Answer:
+    every = [each["drained_s"] for each in result["rounds"]]
+    load = [each["load"] for each in result["rounds"]]
+    return found(every, " s", 1, f"load {min(load):.0f} to {max(load):.0f} on two cores")
+
+
 LATENCY, POLICY = "pool-latency(-quiet)?", "pool-policy(-again)?"
 
 QUESTIONS = (
@@ -75,6 +90,17 @@ QUESTIONS = (
         fairness,
         most=3,
         unit=" points",
+    ),
+    Question(
+        "jobs on three hosts, drained, cut off and killed, that end with other bits",
+        "pool",
+        "pool-hosts",
+        other_bits,
+        "one worker without a pool",
+        most=0,
+    ),
+    Question(
+        "a drained host is free, its job at a commit", "pool", "pool-hosts", drained, unit=" s"
     ),
     Question("cores busy while anything fits", "pool", POLICY, busy, least=95, unit=" %"),
 )

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from started import RECIPES, TIMEOUT_S
+from test_partitions import needs_hosts
 
 from instep.detached import lives, pid_of
 from instep.events import read_events
+from instep.lab.netlab import OUTSIDE, Network
 from instep.pool.hosts.placement import places_taken
 from instep.pool.jobs import PoolJob
 from instep.pool.pool_file import PoolFolder
@@ -39,20 +41,28 @@ pause_s = {{pause_s}}
 
 
 class HostedPool:
-    """A pool over hosts of this machine, each with its own `instep host`."""
+    """A pool over hosts of this machine, each with its own `instep host`.
 
-    def __init__(self, folder: Path, hosts: dict[str, int]) -> None:
+    The scheduler starts that of a host whose name is `third`, as through ssh.
+    """
+
+    def __init__(self, folder: Path, hosts: dict[str, int], network: Network | None = None) -> None:
         self.folder = PoolFolder(folder / "pool")
-        self._path = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        self._path, self._network = folder, network
+        address = "127.0.0.1" if network is None else network.address(OUTSIDE)
+        with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
-        tables = (f"[hosts.{name}]\ncores = {cores}\n" for name, cores in hosts.items())
-        text = f'listen = "127.0.0.1:{port}"\n{"".join(tables)}'
+        start = {"third": 'start = "env"\n'}
+        tables = (
+            f"[hosts.{name}]\ncores = {cores}\n{start.get(name, '')}"
+            for name, cores in hosts.items()
+        )
+        text = f'listen = "{address}:{port}"\n{"".join(tables)}'
         (folder / "pool.toml").write_text(text)
         self.names = [*hosts]
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.call("pool", *self.where, "start", folder / "pool.toml")
-        for name in hosts:
+        for name in self.folder.joining():
             self.start_agent(name)
 
     @property
@@ -64,18 +74,18 @@ class HostedPool:
         return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
     def start_agent(self, name: str) -> None:
-        command = self.folder.joining()[name].split()[1:]
+        command = [sys.executable, "-m", "instep", *self.folder.joining()[name].split()[1:]]
+        if self._network is not None:
+            command = ["ip", "netns", "exec", f"{self._network.name}-{name}", *command]
         with open(self._path / f"{name}.said", "ab") as log:
-            self.agents[name] = subprocess.Popen(
-                [sys.executable, "-m", "instep", *command], stdout=log, stderr=log
-            )
+            self.agents[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill_agent(self, name: str) -> None:
         self.agents[name].kill()
         self.agents[name].wait()
 
     def submit(self, steps: int, pause_s: float, *words: object) -> str:
-        path = self._path / "net.toml"
+        path = self._path / f"steps-{steps}.toml"
         path.write_text(JOB.format(steps=steps, pause_s=pause_s))
         said = self.call("submit", path, *self.where, *words, "--json")
         return str(json.loads(said)["job"])
@@ -91,13 +101,23 @@ class HostedPool:
             return RunFolder(self.folder.runs / name).last_step
         return 0
 
-    def workers_of(self, name: str, job: str) -> dict[str, int]:
-        """As the host of this name sees them."""
-        host = self.folder.state().hosts[name]
-        return {host: n for host, n in host.workers.items() if host == job}
+    def away(self, name: str) -> bool:
+        return self.folder.state().hosts[name].away is not None
+
+    def check_result(self, name: str, steps: int) -> None:
+        """One session, no sample twice or missing, and the bits of one worker without a pool."""
+        run = RunFolder(self.folder.runs / name)
+        assert run.outcome == "completed"
+        assert len(run.times.sessions) == 1, "it was started twice"
+        assert (run.audit.repeated + run.audit.stray, run.audit.missing) == (0, 0)
+        path, alone = self._path / f"steps-{steps}.toml", self._path / "alone"
+        self.call("run", path, "--runs", alone, "--name", "net")
+        assert sha256(run.path) == sha256(alone / "net")
 
     def close(self) -> None:
-        pids = [pid_of(lock) for lock in [self.folder.lock, *self.folder.jobs.glob("*.lock")]]
+        agents = (self.folder.folder / "hosts").glob("*.lock")
+        locks = [self.folder.lock, *self.folder.jobs.glob("*.lock"), *agents]
+        pids = [pid_of(lock) for lock in locks]
         for pid in pids:
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
@@ -111,11 +131,11 @@ class HostedPool:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[[dict[str, int]], HostedPool]]:
+def make(tmp_path: Path) -> Iterator[Callable[..., HostedPool]]:
     made: list[HostedPool] = []
 
-    def start(hosts: dict[str, int]) -> HostedPool:
-        made.append(HostedPool(tmp_path, hosts))
+    def start(hosts: dict[str, int], network: Network | None = None) -> HostedPool:
+        made.append(HostedPool(tmp_path, hosts, network))
         return made[-1]
 
     yield start
@@ -130,26 +150,20 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def undisturbed(pool: HostedPool, folder: Path) -> str:
-    """The parameters' hash of the same job on one worker, without a pool."""
-    pool.call("run", folder / "net.toml", "--runs", folder / "alone", "--name", "net")
-    return sha256(folder / "alone" / "net")
-
-
 def sha256(run: Path) -> str:
     return str(RunFolder(run).last("model_saved")["parameters_sha256"])
 
 
 @pytest.mark.slow
 def test_a_job_across_hosts_survives_a_drain_and_a_killed_agent_to_the_same_bits(
-    tmp_path: Path, make: Callable[[dict[str, int]], HostedPool]
+    make: Callable[..., HostedPool],
 ) -> None:
-    pool = make({"one": 2, "two": 1, "three": 1})
+    pool = make({"one": 2, "two": 1, "third": 1})
     name = pool.submit(400, 0.01, "--at-least", 2, "--at-most", 3)
     until(lambda: sum(pool.taken(name).values()) == 3 and pool.steps(name) > 5)
     first = pool.taken(name)
     assert len(first) == 2, "not on few hosts"
-    (other,) = {"two", "three"} & first.keys()
+    (other,) = {"two", "third"} & first.keys()
     pool.call("pool", *pool.where, "drain", other)
     until(lambda: other not in pool.taken(name))
     assert sum(pool.taken(name).values()) == 3, "moved to the host that was free"
@@ -158,7 +172,7 @@ def test_a_job_across_hosts_survives_a_drain_and_a_killed_agent_to_the_same_bits
     until(lambda: pool.steps(name) > moved_at)
 
     pool.kill_agent("one")
-    until(lambda: pool.folder.state().hosts["one"].away is not None)
+    until(lambda: pool.away("one"))
     assert "out of reach since" in pool.call("pool", *pool.where, "status")
     killed_at = pool.steps(name)
     until(lambda: pool.steps(name) > killed_at + 5)  # the run does not notice
@@ -167,14 +181,37 @@ def test_a_job_across_hosts_survives_a_drain_and_a_killed_agent_to_the_same_bits
     os.kill(scheduler, signal.SIGKILL)
     pool.call("pool", *pool.where, "start")
     pool.start_agent("one")
-    until(lambda: pool.folder.state().hosts["one"].away is None)
+    until(lambda: not pool.away("one"))
     until(lambda: bool(pool.job(name).outcome))
     assert pool.job(name).outcome == "completed"
-    run = RunFolder(pool.folder.runs / name)
-    assert len(run.times.sessions) == 1, "it was started twice"
-    assert (run.audit.repeated + run.audit.stray, run.audit.missing) == (0, 0)
-    events = [e["event"] for e in read_events(run.path / "events.jsonl")]
+    events = [e["event"] for e in read_events(pool.folder.runs / name / "events.jsonl")]
     assert "host_lost" not in events
     assert "host_given_back" in events
     until(lambda: not pool.taken(name))
-    assert sha256(run.path) == undisturbed(pool, tmp_path)
+    pool.check_result(name, 400)
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_keeps_its_places_and_its_job_goes_on_and_comes_back(
+    make: Callable[..., HostedPool],
+) -> None:
+    with Network(2) as network:
+        pool = make({"h1": 1, "h2": 1}, network)
+        name = pool.submit(400, 0.01)
+        until(lambda: len(pool.taken(name)) == 2 and pool.steps(name) > 5)
+        network.partition(["h2"])
+        until(lambda: pool.away("h2"))
+        other = pool.submit(20, 0.0, "--at-most", 1)
+        cut_off_at = pool.steps(name)
+        until(lambda: pool.steps(name) > cut_off_at + 10)
+        assert pool.taken(name)["h2"] == 1, "what it had may be there"
+        assert "h2" not in pool.taken(other), "nothing new comes to a host out of reach"
+        network.heal()
+        until(lambda: not pool.away("h2"))
+        until(lambda: all(bool(job.outcome) for job in pool.folder.state().jobs.values()))
+        until(lambda: not pool.taken(name))
+        assert pool.job(other).outcome == "completed"
+        assert RunFolder(pool.folder.runs / name).named("run_started")[0]["encrypted"] is True
+        pool.check_result(name, 400)
+        pool.close()

@@ -28,7 +28,7 @@ from instep.pool.jobs import (
 from instep.pool.pool_file import PoolFolder, pool_of
 from instep.pool.pool_journal import PoolJournal
 from instep.pool.submit import submit
-from instep.pool.view import explanation, host_lines
+from instep.pool.view import explanation, host_lines, job_lines, pool_lines
 from simulation.hosted import hosted_story
 
 
@@ -135,6 +135,14 @@ def test_a_run_that_has_lost_a_host_goes_on_and_gets_places_elsewhere():
     alone = after(pool(a=1), JobSubmitted(job("one")), HostAway("a"))
     alone = after(alone, RunSeen("one", 0, lost=("a",)), now=100)
     assert places(alone) == {"one": {"a": 1}}, "nobody else has its state"
+
+
+def test_a_pool_of_which_no_host_is_in_reach_is_shown():
+    state = after(pool(a=1), HostAway("a"), JobSubmitted(job("one")))
+    state = after(state, TimePassed(), now=100)
+    assert places(state) == {"one": {}}
+    assert "the hosts in reach have 0 cores" in "".join(job_lines(state, 101.0))
+    assert pool_lines(state, True)[0].startswith("pool    0 of 1 cores busy")
 
 
 def test_a_gang_that_does_not_begin_gives_all_back():

@@ -99,7 +99,7 @@ def forecast(
     found = {name: JobForecast(0.0 if job.held else None) for name, job in jobs.items()}
     begin, moment, unknown = now, now, ""
     state = replace(state, jobs={name: _hopeful(job) for name, job in state.jobs.items()})
-    work_s = sum(each.left for each in ahead.values()) / state.cores
+    work_s = sum(each.left for each in ahead.values()) / max(1, state.cores)
     turn_s = max(TURN_S, work_s * len(jobs) / max(1, most))
     for _ in range(max(1, most // max(1, len(jobs)))):
         state = _planned(state, ahead, moment)
