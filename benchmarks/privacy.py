@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.memory import run_ranks
+from instep.privacy.gradients.per_sample import PerSample
 from instep.privacy.grid import Grid
-from instep.privacy.per_sample import PerSample
 from instep.privacy.secure.clipped import ClippedMean, Gift
 from instep.privacy.secure.masks import Mask, apply_mask
 from instep.privacy.sums import PrivateSums

@@ -17,7 +17,7 @@ def lab(args: argparse.Namespace) -> int:
     from instep.lab.privacy.attack import attack_job
 
     job = spec_file.load(Path(args.job), overrides_of(args), say=say_left_out)
-    found = attack_job(job, args.canaries)
+    found = attack_job(job, args.canaries, args.runs)
     if args.json:
         print(json.dumps(found.as_table()))
     else:
@@ -38,3 +38,5 @@ def lab_options(parser: Parser) -> None:
     add_job(made)
     text = "how many; more prove more (default: %(default)s)"
     made.add_argument("--canaries", type=int, default=1000, metavar="N", help=text)
+    text = "take the steps so often, with new secrets; more prove more (default: %(default)s)"
+    made.add_argument("--runs", type=int, default=1, metavar="N", help=text)

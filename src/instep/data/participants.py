@@ -109,7 +109,7 @@ class OwnRounds:
         cls, job: JobSpec, sizes: Sequence[int] | Indices, lots: Sequence[Lot] = ()
     ) -> OwnRounds:
         """What participants with so many samples take in each round of a job."""
-        portion = job.per_commit.global_batch // job.sync.taking_part
+        portion = job.per_commit.global_batch // job.per_commit.micro_batches
         return cls(sizes, portion, Sampling.of_job(job), lots)
 
     def who(self, step: int) -> list[int]:

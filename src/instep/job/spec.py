@@ -26,7 +26,7 @@ from instep.job.checkpoint import CheckpointSpec
 from instep.job.data import DataSpec, PrepareSpec
 from instep.job.launch import ClusterSpec, LaunchSpec
 from instep.job.mesh import MeshSpec
-from instep.job.privacy import PrivacySpec
+from instep.job.privacy import PrivacySpec, places_of
 from instep.job.search import SearchSpec
 from instep.job.start import LoraSpec, StartSpec
 from instep.job.sync import SHARED, SyncSpec
@@ -175,7 +175,18 @@ class JobSpec(Section, frozen=True, kw_only=True):
         """`train`, with the portions of one step, or of one local step of all participants."""
         if self.sync.rounds is None:
             return self.train
-        return msgspec.structs.replace(self.train, micro_batches=self.sync.taking_part)
+        those, places, batch = self.sync.taking_part, self.places, self.train.global_batch
+        batch = batch if places == those else max(1, batch // those) * places
+        return msgspec.structs.replace(self.train, micro_batches=places, global_batch=batch)
+
+    @property
+    def places(self) -> int:
+        """How many participants a round has room for: more than are in it where they are drawn at
+        random; 0 for a strategy without rounds."""
+        sync = self.sync
+        if sync.rounds is None or not self.privacy.of_participants:
+            return sync.taking_part
+        return places_of(sync.participants, sync.taking_part)
 
     @property
     def portions(self) -> str:
@@ -203,22 +214,22 @@ class JobSpec(Section, frozen=True, kw_only=True):
         return "each replica" if self.unit == 1 else "each `shard` rank of each replica"
 
     def __post_init__(self) -> None:
-        key, most = self.portions, self.per_commit.micro_batches
+        key, most, those = self.portions, self.per_commit.micro_batches, self.sync.taking_part
         what = "micro-batch of each step"
         if self.sync.rounds is not None:
             what = "participant of each round"
-            if most > self.train.global_batch:
+            if those > self.train.global_batch:
                 raise ValueError(
-                    f"{key} = {most} but train.global_batch = {self.train.global_batch}: a "
+                    f"{key} = {those} but train.global_batch = {self.train.global_batch}: a "
                     "participant needs at least one sample of each local step. "
                     f"Set {key} to at most {self.train.global_batch}."
                 )
-            if self.own_data and self.train.global_batch % most:
-                even = -(-self.train.global_batch // most) * most
+            if self.own_data and self.train.global_batch % those:
+                even = -(-self.train.global_batch // those) * those
                 raise ValueError(
-                    f"train.global_batch = {self.train.global_batch} but {key} = {most}: with "
+                    f"train.global_batch = {self.train.global_batch} but {key} = {those}: with "
                     "sync.options.partition each participant takes as many samples in a local "
-                    f"step. Set train.global_batch to a multiple of {most}, such as {even}."
+                    f"step. Set train.global_batch to a multiple of {those}, such as {even}."
                 )
         elif most > self.train.global_batch:
             raise ValueError(
@@ -257,6 +268,16 @@ class JobSpec(Section, frozen=True, kw_only=True):
     def _check_clip(self) -> None:
         """Refuse what does not go with whole numbers of participants, or names samples of one."""
         rounds = self.sync.rounds
+        if (
+            rounds is not None
+            and rounds.secure_sums
+            and not (rounds.clip or self.privacy.of_participants)
+        ):
+            raise ValueError(
+                "sync.options.secure_sums = true needs sync.options.clip: masks are over whole "
+                "numbers, and their range follows from it. Set it to about how far participants "
+                "come in a round."
+            )
         if rounds is None or not rounds.clip:
             return
         if self.train.determinism != "bits":

@@ -194,11 +194,6 @@ class SyncSpec(Section, frozen=True, kw_only=True):
             if least:
                 raise ValueError(f"options.least = {least} needs options.secure_sums = true.")
             return
-        if not rounds.clip:
-            raise ValueError(
-                "options.secure_sums = true needs options.clip: masks are over whole numbers, and "
-                "their range follows from it. Set it to about how far participants come in a round."
-            )
         if rounds.local_optimizers == "kept":
             raise ValueError(
                 "options.secure_sums = true with options.local_optimizers = 'kept': every worker "

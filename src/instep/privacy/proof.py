@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from instep.job.privacy import PrivacySpec
+from instep.job.spec import JobSpec
 from instep.privacy import secret_files
 from instep.privacy.accounting import SampledSteps, bounds
 from instep.privacy.released import contents_by_commit, secret_tag, secret_tag_in
 from instep.privacy.sampling import NOTHING, SAMPLINGS
+from instep.privacy.units import Units
 from instep.words import plural, ranges
 
 Ledger = np.ndarray[Any, Any]
@@ -38,6 +39,9 @@ class PrivacyProof:
     faults: tuple[str, ...]
     """Sentences; none where all agrees."""
     samples: int
+    protects: str
+    units: int
+    """Samples or participants, as protected."""
     epsilon: float
     """Computed anew."""
     claimed: float
@@ -63,35 +67,34 @@ class PrivacyProof:
         found = [f"fault   {each}" for each in self.faults]
         if self.exact:
             found += [
-                f"private {plural(self.steps, 'step')}: each of {self.samples:,} samples in the "
-                "steps that the secret draws, and one content published for each",
+                f"private {plural(self.steps, 'step')}: each of {self.units:,} {self.protects}s in "
+                "the steps that the secret draws, and one content published for each",
                 f"epsilon {self.epsilon:.4g} computed anew, {self.claimed:.4g} claimed",
             ]
         return found
 
 
 def prove_privacy(
-    run: Path, run_id: str, spec: PrivacySpec, batch: int, ledger: Ledger, last_step: int
+    run: Path, run_id: str, job: JobSpec, ledger: Ledger, last_step: int
 ) -> PrivacyProof:
     """Compare the records of a run with its secret; only reads.
 
     Args:
         run: its folder.
         run_id: names the file of the secret.
-        spec: of its job, with what was accounted.
-        batch: `train.global_batch`.
+        job: with what was accounted.
         ledger: records of committed steps.
         last_step: the last of them.
 
     Raises:
         SpecError: the secret is not here, or a library is missing.
     """
-    secret, contents = secret_files.load(run_id), contents_by_commit(run)
-    known, samples = spec.accounted, int(spec.accounted["samples"])
-    plan = SampledSteps(spec.sampling, SAMPLINGS[spec.sampling].steps_of(samples, batch), 0)
-    plan = plan._replace(steps=int(known["steps"]))
+    secret, contents = secret_files.load(run_id), contents_by_commit(run, run_id)
+    spec, known = job.privacy, job.privacy.accounted
+    units = Units.of_job(job, int(known["samples"]))
+    plan = SampledSteps(spec.sampling, units.in_epoch, int(known["steps"]))
     faults = [*_of_secret(run, run_id, secret), *_of_releases(contents, last_step)]
-    faults += _of_samples(ledger, spec, samples, batch, secret, last_step)
+    faults += _of_units(ledger, job, units, secret, last_step)
     if (last := max(last_step, *contents, 0)) > plan.steps:
         faults.append(f"{last} steps were published, and epsilon is of {plan.steps}")
     found = bounds(plan, spec.noise or 0.0, spec.delta or 0.0)
@@ -104,7 +107,9 @@ def prove_privacy(
     return PrivacyProof(
         steps=last_step,
         faults=tuple(faults),
-        samples=samples,
+        samples=int(known["samples"]),
+        protects=spec.protects,
+        units=units.number,
         epsilon=found.upper,
         claimed=known["epsilon"],
         released=sum(contents.values()),
@@ -139,34 +144,36 @@ def _of_releases(contents: Mapping[int, int], last_step: int) -> Iterator[str]:
         yield f"step {ranges(twice, 20)}: published with more than one content"
 
 
-def _of_samples(
-    ledger: Ledger, spec: PrivacySpec, samples: int, batch: int, secret: bytes, last_step: int
+def _of_units(
+    ledger: Ledger, job: JobSpec, units: Units, secret: bytes, last_step: int
 ) -> Iterator[str]:
-    """Compare the samples at the places that the ledger has with those that the secret draws."""
-    sampling, wrong = SAMPLINGS[spec.sampling](samples, batch, secret), set[int]()
+    """Compare the units at the places that the ledger has with those that the secret draws."""
+    drawn, what, (count, size, each) = job.privacy.sampling, job.privacy.protects, units
+    sampling, wrong = SAMPLINGS[drawn](count, size, secret), set[int]()
     ordered = ledger[np.argsort(ledger["step"], kind="stable")]
     steps, begins = np.unique(ordered["step"], return_index=True)
     pieces = np.split(ordered, begins[1:]) if len(steps) else []
     records = dict(zip(steps.tolist(), pieces, strict=True))
     for epoch in range(-(-last_step // sampling.steps)):
-        uses = np.zeros(samples, np.int64)
+        uses = np.zeros(count, np.int64)
         first = epoch * sampling.steps
         stop = min(first + sampling.steps, last_step)
         for step in range(first + 1, stop + 1):
-            due, taken = np.zeros(samples, np.int64), np.zeros(samples, np.int64)
+            due, taken = np.zeros(count, np.int64), np.zeros(count, np.int64)
             due[sampling.of_step(epoch, step - first - 1)] = 1
             for record in records.get(step, ()):
                 low, high = int(record["first"]), int(record["stop"])
-                if int(record["epoch"]) != epoch or not 0 <= low <= high <= sampling.positions:
+                within = 0 <= low <= high <= sampling.positions * each
+                if int(record["epoch"]) != epoch or not within or low % each or high % each:
                     wrong.add(step)
                     continue
-                some = sampling.indices(epoch, low, high)
+                some = sampling.indices(epoch, low // each, high // each)
                 np.add.at(taken, some[some != NOTHING], 1)
             uses += taken
             if not np.array_equal(due, taken):
                 wrong.add(step)
         once = uses == 1 if stop - first == sampling.steps else uses <= 1
-        if spec.sampling == "allocation" and not once.all():
-            yield f"epoch {epoch + 1}: {int((~once).sum()):,} samples not in exactly one step"
+        if drawn == "allocation" and not once.all():
+            yield f"epoch {epoch + 1}: {int((~once).sum()):,} {what}s not in exactly one step"
     if wrong:
-        yield f"step {ranges(sorted(wrong), 20)}: other samples than the secret draws"
+        yield f"step {ranges(sorted(wrong), 20)}: other {what}s than the secret draws"

@@ -2,20 +2,25 @@
 
 The first record is of commit 0, which publishes nothing: its tag says which secret the run has, to
 whoever has that. Each worker writes a record before it uses anything of the sum, as it may be the
-only one that lives to do so; nothing is ever cut. A step that was computed again after a return to
-a checkpoint has one tag if it was the same sum with the same noise, else two.
+only one that lives to do so; no whole record is ever cut. A step that was computed again after a
+return to a checkpoint has one tag if it was the same sum with the same noise, else two.
+
+The same records are kept beside the secret. Where a run's folder was copied and both go on with one
+secret, each finds there what the other has published.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from instep.errors import SpecError
-from instep.plain_file import plain, read_plain
+from instep.errors import SpecError, WorkerError
+from instep.plain_file import PRIVATE, plain, read_plain
+from instep.privacy import secret_files
 from instep.privacy.keys import derived, tag
 
 FILE = "releases.bin"
@@ -27,17 +32,23 @@ class Releases:
 
     Args:
         run: its folder.
+        run_id: names the secret; empty where there is none to keep records beside.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, run_id: str = "") -> None:
         self._path = run / FILE
+        self._files = [self._path, *([beside_secret(run_id)] if run_id else [])]
 
     def begin(self, secret: bytes) -> None:
-        """Record which secret the run has, once.
+        """Record which secret the run has, once; cut a record that was not written to its end, of
+        a sum that was never used.
 
         Raises:
             SpecError: it has another.
         """
+        for path in self._files:
+            if path.exists() and (torn := path.stat().st_size % RELEASE.itemsize):
+                os.truncate(path, path.stat().st_size - torn)
         known = secret_tag_in(self._path.parent)
         if known is None and not self._path.exists():
             self.write(0, secret_tag(secret))
@@ -49,15 +60,37 @@ class Releases:
             )
 
     def write(self, commit: int, tag: bytes) -> None:
-        """Record a sum."""
+        """Record a sum, before it is used.
+
+        Raises:
+            WorkerError: it cannot be recorded.
+        """
         record = np.array([(commit, tag)], RELEASE).tobytes()
-        with open(self._path, "ab", opener=plain, buffering=0) as file:
-            file.write(record)
+        for path in self._files:
+            with open(path, "ab", opener=_private, buffering=0) as file:
+                if file.write(record) != len(record):
+                    raise WorkerError(
+                        f"{path} cannot be written to its end, and a sum that is not recorded is "
+                        "not published. Make room, then resume the run."
+                    )
 
 
-def contents_by_commit(run: Path) -> Mapping[int, int]:
-    """How many contents each commit was published with; empty where there is no record."""
-    return Counter(commit for commit, _ in _records(run) if commit)
+def beside_secret(run_id: str) -> Path:
+    """The record of all that was published with the secret of a run, by whoever has it."""
+    return secret_files.folder() / f"{run_id}.{FILE}"
+
+
+def contents_by_commit(run: Path, run_id: str = "") -> Mapping[int, int]:
+    """How many contents each commit was published with; empty where there is no record.
+
+    Args:
+        run: its folder.
+        run_id: names the secret; what else was published with it counts too, if that is known here.
+    """
+    records = _records(run / FILE)
+    if records and run_id:
+        records |= _records(beside_secret(run_id))
+    return Counter(commit for commit, _ in records if commit)
 
 
 def secret_tag(secret: bytes) -> bytes:
@@ -67,11 +100,14 @@ def secret_tag(secret: bytes) -> bytes:
 
 def secret_tag_in(run: Path) -> bytes | None:
     """The tag of the secret of a run; None where there is no record."""
-    return next((found for commit, found in _records(run) if not commit), None)
+    return next((found for commit, found in _records(run / FILE) if not commit), None)
 
 
-def _records(run: Path) -> set[tuple[int, bytes]]:
-    path = run / FILE
+def _private(path: str, flags: int) -> int:
+    return plain(path, flags, PRIVATE)
+
+
+def _records(path: Path) -> set[tuple[int, bytes]]:
     if not path.is_file():
         return set()
     data = read_plain(path)

@@ -10,22 +10,19 @@ sample is `NOTHING`. An epoch is a number of steps that the job fixes.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
 
 from instep.errors import DataError
+from instep.job.privacy import places_of, steps_of
 from instep.privacy.keys import derived, words
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 NOTHING = -1
 """Content of a place that has no sample."""
-
-_SPARE = 9.0
-"""Standard deviations of a step's size that its places leave room for."""
 
 
 class PrivateSampling(ABC):
@@ -44,20 +41,14 @@ class PrivateSampling(ABC):
 
     def __init__(self, samples: int, batch: int, secret: bytes) -> None:
         self.samples = samples
-        self.steps = self.steps_of(samples, batch)
+        self.steps = steps_of(samples, batch)
         """Steps of an epoch."""
         self.planned = samples / self.steps
         """Samples of a step on average: what sums are divided by."""
-        deviation = math.sqrt(self.planned)
-        self.places = min(samples, math.ceil(self.planned + _SPARE * deviation + _SPARE))
+        self.places = places_of(samples, batch)
         """Room of a step, in samples."""
         self._secret = secret
         self._epoch = (-1, np.empty((0, 0), np.int64))  # read once: threads may share it
-
-    @staticmethod
-    def steps_of(samples: int, batch: int) -> int:
-        """Steps of an epoch."""
-        return max(1, math.ceil(samples / batch))
 
     @property
     def positions(self) -> int:

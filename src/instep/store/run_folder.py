@@ -69,8 +69,8 @@ class RunPlan:
     @cached_property
     def own_rounds(self) -> OwnRounds | None:
         """The data of their own that participants take; None where they have none."""
-        if not (self._divided and self._spec.own_data):
-            return None
+        if not (self._divided and self._spec.own_data) or self._spec.privacy.on:
+            return None  # a private run says nothing of who takes what
         return OwnRounds.of_job(self._spec, self._divided["sizes"])
 
     @property

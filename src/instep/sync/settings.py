@@ -77,6 +77,9 @@ SETTINGS = {
         lambda job, _: job.sync.rounds is not None and job.sync.rounds.clip > 0,
     ),
     "secure_sums": Setting("sync.options.secure_sums", lambda job, _: job.sync.sealed > 0),
+    "private_rounds": Setting(
+        "privacy.protects = 'participant'", lambda job, _: job.privacy.of_participants
+    ),
     "median": Setting("sync.options.combine = 'median'", lambda job, _: job.sync.median),
     "fraction": Setting(
         "sync.options.fraction = {job.sync.rounds.fraction}",
@@ -139,6 +142,9 @@ SETTINGS = {
     "own_loop": Setting("a loop of your own", lambda job, _: job.recipe.endswith(":__main__")),
     "private": Setting(
         "privacy.protects = {job.privacy.protects!r}", lambda job, _: job.privacy.on
+    ),
+    "private_samples": Setting(
+        "privacy.protects = 'sample'", lambda job, _: job.privacy.protects == "sample"
     ),
     "turns": Setting("Recipe.turns", _turns),
     "batch_loss": Setting("Recipe.batch_loss", _batch_loss),

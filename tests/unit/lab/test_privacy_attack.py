@@ -12,7 +12,7 @@ from instep.lab.privacy.attack import attack
 from instep.lab.privacy.canaries import CanaryStep, run_canaries, scores
 from instep.lab.privacy.claims import broken_claims
 from instep.lab.privacy.one_run import lower_bound
-from instep.privacy.accounting import Bounds
+from instep.privacy.accounting import Bounds, SampledSteps, bounds
 from instep.privacy.sampling import Allocation
 
 CANARIES, STEPS, TAKEN, DELTA = 500, 10, 20, 1e-5
@@ -110,12 +110,13 @@ def uniform_noise(step):
 
 
 def nothing_is_clipped(step):
-    plain = step.per_sample._on_grid
+    plain = step.per_sample._add
 
-    def not_clipped(gradients):
-        return [2 * each for each in plain(gradients)]
+    def not_clipped(gradients, found):
+        plain(gradients, found)
+        plain(gradients, found)
 
-    step.per_sample._on_grid = not_clipped
+    step.per_sample._add = not_clipped
 
 
 def the_mean_is_clipped_and_not_each(step):
@@ -222,3 +223,39 @@ def test_scores_are_of_the_canaries_that_are_in():
     order = np.argsort(scores(step, run))
     assert inside[order[-50:]].mean() > 0.9
     assert inside[order[:50]].mean() < 0.3
+
+
+def noise_of(epsilon):
+    """Noise of one step with this epsilon, by the closed form of Balle and Wang 2018."""
+
+    def delta(noise):
+        def below(x):
+            return 0.5 * math.erfc(-x / math.sqrt(2))
+
+        shift = epsilon * noise
+        return below(0.5 / noise - shift) - math.exp(epsilon) * below(-0.5 / noise - shift)
+
+    low, high = 0.1, 50.0
+    while high / low > 1 + 1e-6:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if delta(middle) > DELTA else (low, middle)
+    return high
+
+
+@pytest.mark.tail
+@pytest.mark.parametrize("epsilon", [1.0, 2.0, 4.0])
+def test_of_gaussian_noise_it_proves_four_fifths_of_the_truth(epsilon):
+    pytest.importorskip("dp_accounting")
+    step = CanaryStep(1000, 1, "allocation", noise_of(epsilon), 1.0, bytes(32))
+    outcome = attack(step, 1, 1, Bounds(epsilon, epsilon), DELTA, 0.99, runs=50)
+    assert 0.8 * epsilon <= outcome.proved_of_gaussian <= 1.02 * epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["allocation", "poisson"])
+def test_of_sampled_steps_it_proves_less_than_the_truth_and_not_little(sampling):
+    pytest.importorskip("dp_accounting")
+    step = CanaryStep(500, 4, sampling, 0.6, 1.0, bytes(32))
+    truth = bounds(SampledSteps(sampling, 4, 8), 0.6, DELTA)
+    outcome = attack(step, 8, 8, truth, DELTA, 0.99, runs=10)
+    assert 0.6 * truth.lower <= outcome.proved_of_gaussian <= 1.02 * truth.upper

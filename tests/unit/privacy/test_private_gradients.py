@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from instep.errors import RecipeError, SpecError
-from instep.privacy.collating import CollateApart
+from instep.privacy.gradients.collating import CollateApart
+from instep.privacy.gradients.per_sample import PerSample
 from instep.privacy.grid import Grid
-from instep.privacy.per_sample import PerSample
 
 CLIP, SAMPLES = 0.7, 6
 
@@ -36,6 +36,16 @@ class Words(nn.Module):
         return self.out(self.attend(x, x, x, need_weights=False)[0].mean(1))
 
 
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.each = nn.Embedding(11, 8, padding_idx=0), nn.Linear(8, 6)
+        self.norm, self.out = nn.LayerNorm(6), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x):
+        return self.out(self.norm(self.each(self.embed(x))).tanh().mean(1))
+
+
 def mlp():
     return nn.Sequential(nn.Linear(5, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 3))
 
@@ -56,6 +66,7 @@ FAMILIES = {
     "convolution": (convolution, lambda: torch.randn(SAMPLES, 1, 6, 6)),
     "recurrent": (Recurrent, lambda: torch.randn(SAMPLES, 4, 5)),
     "attention": (Words, lambda: torch.randint(11, (SAMPLES, 7))),
+    "tokens": (Tokens, lambda: torch.randint(11, (SAMPLES, 7))),
     "tied": (tied, lambda: torch.randn(SAMPLES, 5)),
 }
 
@@ -261,3 +272,59 @@ def test_a_loss_that_compares_samples_is_seen_and_a_mean_over_samples_is_not():
         assert not seen or "Have compute_loss be a mean over samples" in said
         assert not re.search(r"\d", said)  # it is logged: no figure of samples
         assert not per_sample.compared()
+
+
+class Twice(nn.Module):
+    """Uses a weight in its layer, and by itself too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.first(x).tanh() + nn.functional.linear(x, self.first.weight))
+
+
+def changed_by_a_hook():
+    model = mlp()
+    model[0].register_forward_hook(lambda layer, given, output: output.tanh())
+    return model
+
+
+@pytest.mark.parametrize("make", [Twice, changed_by_a_hook])
+def test_layers_that_are_not_used_plainly_are_computed_otherwise(make):
+    torch.manual_seed(0)
+    model, batch = make(), made("mlp")[1]
+    per_sample, grid, sums = summed(model, batch)
+    assert per_sample.batched, per_sample.why
+    expected = one_by_one(model, batch, CLIP * (1 - 2.0**-16))
+    for mine, other in zip(sums, expected, strict=True):
+        assert (mine * grid.unit - other).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("large", [1e18, 1e30])
+def test_gradients_that_float32_cannot_hold_are_clipped_where_their_factors_fit(large):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3, bias=False)
+    batch = [torch.randn(SAMPLES, 5) * large, torch.randn(SAMPLES, 3)]
+
+    def steep(model, batch):
+        return large * (model(batch[0]) * batch[1]).sum()
+
+    parameters = list(model.parameters())
+    grid = Grid(CLIP, 15, 60)
+    (found,) = PerSample(model, parameters, steep, grid).sums(batch, SAMPLES)
+    wanted = torch.zeros(3, 5, dtype=torch.float64)
+    for read, sent in zip(*(each.double() for each in batch), strict=True):
+        wanted += torch.outer(sent, read) * CLIP / float(sent.norm() * read.norm())
+    torch.testing.assert_close(found.double() * grid.unit, wanted, rtol=0, atol=1e-4)
+
+
+def test_no_content_of_a_sample_chooses_how_gradients_are_computed():
+    chosen = []
+    for content in (0.0, 1.0, 1e30, float("nan")):
+        model, batch = made("mlp")
+        batch[0] = batch[0] * 0 + content
+        per_sample, _, _ = summed(model, batch)
+        chosen.append((per_sample.batched, per_sample.why))
+    assert len(set(chosen)) == 1

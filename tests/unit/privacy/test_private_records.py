@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -9,11 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from instep.client import preparing
+from instep.errors import WorkerError
 from instep.job.privacy import PrivacySpec
 from instep.job.spec import JobSpec
-from instep.privacy import found
+from instep.privacy import found, secret_files
 from instep.privacy.figures import privacy_of, privacy_words
-from instep.privacy.released import Releases
+from instep.privacy.released import FILE, Releases, contents_by_commit
 
 ACCOUNTED = {"samples": 96.0, "steps": 4.0, "in_epoch": 3.0, "epsilon": 1.0, "epsilon_lower": 0.9}
 SPEC = PrivacySpec(protects="sample", noise=2.0, delta=1e-4, accounted=ACCOUNTED)
@@ -33,6 +36,49 @@ def test_steps_that_were_published_after_the_last_accounted_one_leave_epsilon_un
     beyond = privacy_of(SPEC, tmp_path, 4)
     assert beyond["epsilon"] is None
     assert "steps after 4, the last that is accounted, were published" in privacy_words(beyond)
+
+
+def test_two_copies_of_a_folder_find_what_the_other_has_published(tmp_path, monkeypatch):
+    monkeypatch.setenv(secret_files.ENVIRONMENT, str(tmp_path))
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    records = Releases(one, "an-id")
+    records.begin(bytes(32))
+    for commit in (1, 2):
+        records.write(commit, bytes(16))
+    shutil.copytree(one, two)
+    records.write(3, bytes(16))
+    Releases(two, "an-id").write(3, bytes(16))  # the same content publishes nothing new
+    assert privacy_of(SPEC, two, 3, "an-id")["epsilon"] == 1.0
+    Releases(two, "an-id").write(4, bytes([1] * 16))
+    records.write(4, bytes(16))
+    for run in (one, two):
+        found = privacy_of(SPEC, run, 4, "an-id")
+        assert (found["epsilon"], found["released"], found["released_again"]) == (None, 5, 1)
+        assert "by a copy of the run's folder" in privacy_words(found)
+    assert (tmp_path / "an-id.releases.bin").stat().st_mode & 0o077 == 0
+
+
+def test_a_record_that_was_not_written_to_its_end_is_cut_and_those_after_it_are_whole(tmp_path):
+    records = Releases(tmp_path)
+    records.begin(bytes(32))
+    records.write(1, bytes(16))
+    with open(tmp_path / FILE, "ab") as file:
+        file.write(bytes(7))
+    Releases(tmp_path).begin(bytes(32))
+    records.write(2, bytes(16))
+    assert contents_by_commit(tmp_path) == {1: 1, 2: 1}
+
+
+def test_a_sum_that_cannot_be_recorded_is_not_published(tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, data):
+            return super().write(data[:5])
+
+    records = Releases(tmp_path)
+    monkeypatch.setattr("builtins.open", lambda path, mode, **_: Full(path, mode))
+    with pytest.raises(WorkerError, match="cannot be written to its end"):
+        records.write(1, bytes(16))
 
 
 @pytest.mark.parametrize(("epsilon", "again"), [(3.0, 0), (1.0, 1)])

@@ -110,6 +110,31 @@ def test_a_member_answers_once_and_never_for_too_few_or_for_strangers():
         members[0].answer({0, 2})
 
 
+def test_shares_are_sealed_once_as_one_key_would_seal_two_of_them():
+    members = {n: SumMember(n, CONTEXT, 2) for n in range(3)}
+    keys = {n: each.keys() for n, each in members.items()}
+    members[0].shares(keys)
+    with pytest.raises(WorkerError, match="sealed twice"):
+        members[0].shares(keys)
+
+
+def test_where_all_shares_are_needed_all_members_but_one_open_nothing():
+    members = {n: SumMember(n, CONTEXT, 3, shares=5) for n in range(5)}
+    keys = {n: each.keys() for n, each in members.items()}
+    sent = {n: each.shares(keys) for n, each in members.items()}
+    for n, each in members.items():
+        each.masks({o: sent[o][n] for o in sent if o != n})
+    come = {0, 1, 2, 3}  # member 4 has nothing to give, and answers
+    answers = {n: each.answer(come) for n, each in members.items()}
+    given = {"least": 3, "context": CONTEXT, "needed": 5}
+    assert len(masks_left(keys, members, come, answers, **given)) == 4 + 4
+    del answers[4]
+    with pytest.raises(WorkerError, match="4 participants answered"):
+        masks_left(keys, members, come, answers, **given)
+    shares = {n + 1: answers[n][0] for n in answers}
+    assert join(shares) != members[0]._seed
+
+
 def test_at_least_half_is_not_enough_as_two_halves_could_be_opened_apart():
     members = {n: SumMember(n, CONTEXT, 2) for n in range(4)}
     keys = {n: each.keys() for n, each in members.items()}

@@ -69,6 +69,11 @@ JOBS = {
     "length_sampler": {},
     "own_loop": {"recipe": "a.py:__main__"},
     "private": {"privacy": {"protects": "sample", "noise": 1.0, "delta": 1e-5}},
+    "private_samples": {"privacy": {"protects": "sample", "noise": 1.0, "delta": 1e-5}},
+    "private_rounds": {
+        "sync": {"name": "diloco"},
+        "privacy": {"protects": "participant", "noise": 1.0, "delta": 1e-5},
+    },
     "turns": {},
     "batch_loss": {},
 }
@@ -86,14 +91,19 @@ NEEDS = {
     "powersgd": {"codec", "no_rounds"},
     "dgc": {"codec", "no_rounds"},
     "no_rounds": {"codec"},
+    "private": {"private_samples"},
+    "private_samples": {"private"},
+    "private_rounds": {"private", "averaging"},
     "reweight": {"balance"},
     "stratified": {"balance"},
 }
 """Settings that another brings along."""
-STRATEGIES = {"averaging", "server_sync", "leased", "delayed", "sign_vote"}
+STRATEGIES = {"averaging", "server_sync", "leased", "delayed", "sign_vote", "private_rounds"}
 """A job has one, or an option of all_reduce."""
 ALONE = [
     {"streams", "median"},
+    {"private", "private_rounds"},
+    {"private_samples", "private_rounds"},
     {"merge", "clip"},
     {"merge", "secure_sums"},
     {"merge", "bits"},

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from instep.privacy.gradients.per_sample import PerSample
 from instep.privacy.grid import MARGIN, Grid
-from instep.privacy.per_sample import PerSample
 from instep.privacy.sampling import SAMPLINGS, PrivateSampling
 from instep.privacy.sums import PrivateSums
 
@@ -122,15 +122,29 @@ def scores(step: CanaryStep, run: CanaryRun) -> Floats:
 
     The attacker knows how samples are drawn, and not what was drawn.
     """
-    size, sigma = step.amplitude, step.sigma
-    ratios = (size * run.released - size * size / 2) / sigma**2
-    total = np.zeros(step.canaries)
-    rate = 1 / step.steps
-    if step.sampling == "poisson":
-        total += np.logaddexp(np.log1p(-rate), ratios + np.log(rate)).sum(0) if rate < 1 else 0.0
-        return total if rate < 1 else ratios.sum(0)
-    for first in range(0, len(ratios), step.steps):
-        part = ratios[first : first + step.steps]
+    seen = run.released / step.amplitude
+    return log_ratios(seen, step.sigma / step.amplitude, step.steps, step.sampling)
+
+
+def log_ratios(seen: NDArray[Any], sigma: float, in_epoch: int, sampling: str) -> Floats:
+    """How much likelier it is that each canary was in than that it was not, [canaries] logarithms.
+
+    Args:
+        seen: [steps, canaries], where a canary that is in counts 1.
+        sigma: standard deviation of the noise.
+        in_epoch: steps of an epoch.
+        sampling: `allocation` or `poisson`.
+    """
+    ratios = (seen - 0.5) / sigma**2
+    rate = 1 / in_epoch
+    if sampling == "poisson":
+        if rate < 1:
+            ratios = np.logaddexp(np.log1p(-rate), ratios + np.log(rate))
+        summed: Floats = ratios.sum(0)
+        return summed
+    total = np.zeros(seen.shape[1])
+    for first in range(0, len(ratios), in_epoch):
+        part = ratios[first : first + in_epoch]
         found = np.logaddexp.reduce(part, axis=0) + np.log(rate)
         if (left := 1 - rate * len(part)) > 1e-9:  # an epoch that was not finished
             found = np.logaddexp(found, np.log(left))

@@ -61,13 +61,13 @@ def _proved(right: int, guesses: int, canaries: int, delta: float, doubt: float)
 def _chance(right: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
     """The most that the probability of so many right guesses can be (theorem 5.2)."""
     odds = 1 / (1 + math.exp(-epsilon))
-    tail = _tails(guesses, odds)
+    tail = tails(guesses, odds)
     gains = tail[:right][::-1] - tail[right]  # of 1, 2, ... fewer right guesses
     slack = float((gains / np.arange(1, right + 1)).max(initial=0.0))
     return float(min(1.0, tail[right] + 2 * canaries * delta * slack))
 
 
-def _tails(count: int, chance: float) -> NDArray[np.float64]:
+def tails(count: int, chance: float) -> NDArray[np.float64]:
     """[count + 1]: the probability that a binomial is at least 0, 1, 2, ..."""
     numbers: NDArray[Any] = np.arange(1, count + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log((count - numbers + 1) / numbers))])

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from instep.comm.base import Comm
+from instep.comm.base import Comm, Work
+from instep.comm.buckets import Bucket
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.privacy.grid import MARGIN
 from instep.privacy.secure.masks import Mask
 from instep.privacy.secure.members import check_enough
-from instep.privacy.secure.over_ranks import SumOverRanks, apply_masks
-from instep.records import Attempt
+from instep.privacy.secure.over_ranks import SumOverRanks, apply_masks, sum_of_all
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Result
 from instep.sync.norm import BLOCK
@@ -83,6 +83,7 @@ class ClippedMean(AllReduce):
         self._come: list[int] = []
         self._gifts: list[tuple[int, float, dict[int, Tensor]]] = []
         self._norms: dict[int, float] = {}
+        self._masks: Sequence[Mask] = ()
         self._opened: tuple[tuple[int, int], list[int]] | None = None
         """Course and number of the last round that was opened here, and of whom."""
 
@@ -94,6 +95,9 @@ class ClippedMean(AllReduce):
     def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
         self._come, self._gifts = [], []
         self._places = _places(parameters)
+        return self._sums_on_grid(parameters)
+
+    def _sums_on_grid(self, parameters: Sequence[Parameter]) -> Sums:
         return GridSums(parameters, self._unit)
 
     # ---- a round
@@ -119,8 +123,7 @@ class ClippedMean(AllReduce):
                     "samples (tokens, weights above 1), and the range of sums follows from the "
                     "number of samples. Have the loss be a mean over samples."
                 )
-        self._norms = {of: gift.norm for of, gift in here.items() if gift.weight > 0}
-        giving = [of for of, norm in self._norms.items() if math.isfinite(norm)]
+        giving = self._giving(here)
         table = torch.zeros(2, self._participants, dtype=torch.int32)
         table[0, list(here)], table[1, giving] = 1, 1
         self._comm.all_reduce(table).wait()
@@ -134,7 +137,10 @@ class ClippedMean(AllReduce):
         if self.sealed:
             check_enough(len(self._come), self._least, "have something to give")
             self._note_list()
-            sealed = self._sum_of("figures", members, list(here))
+            context = self._context("figures", members)
+            sealed = SumOverRanks(
+                self._comm, members, list(here), least=self._least, context=context
+            )
             apply_masks(sealed.masks(giving), numbers)
             self._comm.all_reduce(numbers).wait()
             sealed.open(self._come)
@@ -149,6 +155,11 @@ class ClippedMean(AllReduce):
             )
         return (math.nan if strange else loss / _FINE), weight / _FINE
 
+    def _giving(self, here: Mapping[int, Gift]) -> list[int]:
+        """Who of this rank has something to give; notes how much."""
+        self._norms = {of: gift.norm for of, gift in here.items() if gift.weight > 0}
+        return [of for of, norm in self._norms.items() if math.isfinite(norm)]
+
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """Begin what is that participant's."""
         self._gifts.append((unit, weight, {}))
@@ -162,7 +173,10 @@ class ClippedMean(AllReduce):
         """Sum up what participants give; nothing else of them leaves this process."""
         given = [gift for gift in self._gifts if gift[0] in self._come]
         here = [unit for unit, _, _ in given]
-        sealed = self._sum_of("moves", self._come, here) if self.sealed and self._come else None
+        masks = list[Mask]()
+        if self.sealed and self._come:
+            context = self._context("moves", self._come)
+            masks = sum_of_all(self._comm, self._come, here, least=self._least, context=context)
         for unit, weight, moved in given:
             factor = min(1.0, self._clip * (1 - MARGIN) / max(self._norms[unit], 1e-300))
             super().begin_pass(1.0, last=False)
@@ -170,14 +184,14 @@ class ClippedMean(AllReduce):
                 each = moved.get(slot, torch.zeros_like(parameter))
                 scaled = each.to(torch.float64).mul_(factor * weight / self._unit).round_()
                 super().gradient(slot, scaled.to(torch.int32))
-        self._gifts = []
-        if sealed is not None:
-            self._apply(sealed.masks(here))
-        found = super().exchange(notes)
-        if sealed is not None:
-            sealed.open(self._come)
-            self._apply(sealed.left)
-        return found
+        self._gifts, self._masks = [], masks
+        return super().exchange(notes)
+
+    def _send(self, number: int, bucket: Bucket) -> Work:
+        """Mask a bucket while the one before is on its way."""
+        for slot, view in zip(bucket.members, bucket.views, strict=True):
+            apply_masks(self._masks, view, self._places[slot])
+        return super()._send(number, bucket)
 
     def _note_list(self) -> None:
         """Refuse to open the sums of a round once more, unless of the same participants: before
@@ -191,13 +205,13 @@ class ClippedMean(AllReduce):
             )
         self._opened = at, list(self._come)
 
-    def _apply(self, masks: Sequence[Mask]) -> None:
-        for slot, first in enumerate(self._places):
-            apply_masks(masks, self._home[slot][1], first)
-
-    def _sum_of(self, what: str, members: Sequence[int], here: Sequence[int]) -> SumOverRanks:
-        context = _context(what, self._job, self._attempt, self._parameters, members)
-        return SumOverRanks(self._comm, members, here, least=self._least, context=context)
+    def _context(self, what: str, members: Sequence[int]) -> bytes:
+        """Digest that masks are bound to: of job, attempt at a round, model, and participants."""
+        digest = hashlib.sha256(f"instep sum of {what} {tuple(self._attempt)}".encode() + self._job)
+        digest.update(np.array(members, "<i8").tobytes())
+        for each in self._parameters:
+            digest.update(each.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
 
     def apply(self, update: Callable[[], Result]) -> Result | None:
         """Move by what was handed out."""
@@ -206,7 +220,7 @@ class ClippedMean(AllReduce):
 
     def abandon(self) -> None:
         """The round does not happen."""
-        self._come, self._gifts = [], []
+        self._come, self._gifts, self._masks = [], [], ()
         super().abandon()
 
 
@@ -251,18 +265,3 @@ def _places(parameters: Sequence[Tensor]) -> list[int]:
         found.append(at)
         at += -(-4 * each.numel() // 16) * 16
     return found
-
-
-def _context(
-    what: str,
-    job: bytes,
-    attempt: Attempt,
-    parameters: Sequence[Tensor],
-    members: Sequence[int],
-) -> bytes:
-    """Digest that masks are bound to: of job, attempt at a round, model, and participants."""
-    digest = hashlib.sha256(f"instep sum of {what} {tuple(attempt)}".encode() + job)
-    digest.update(np.array(members, "<i8").tobytes())
-    for each in parameters:
-        digest.update(each.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.digest()

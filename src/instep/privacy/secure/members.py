@@ -58,10 +58,12 @@ class SumMember:
         number: among the members.
         context: what the sum is of: model, job, round, attempt; 32 bytes.
         least: members whose parts a sum has at least; more than half of all.
+        shares: of how many members shares together open a sum; `least` if it is left out.
     """
 
-    def __init__(self, number: int, context: bytes, least: int) -> None:
+    def __init__(self, number: int, context: bytes, least: int, shares: int | None = None) -> None:
         self.number, self._context, self._least = number, context, least
+        self._needed = least if shares is None else shares
         self._seals, self._private = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._seed = secrets.token_bytes(32)
         self._keys: Mapping[int, SumKeys] = {}
@@ -84,9 +86,15 @@ class SumMember:
             keys: of all members that have told theirs.
 
         Raises:
-            WorkerError: they are too few.
+            WorkerError: they are too few; or it has sealed its shares before.
         """
         check_enough(len(keys), self._least, "told their keys")
+        if (
+            self._shared or self._answered
+        ):  # the same keys would seal others, and two of one key tell of both
+            raise WorkerError(
+                "the shares of a secure sum were to be sealed twice. Begin a new sum."
+            )
         if not 2 * self._least > len(keys) or keys.get(self.number) != self.keys():
             raise WorkerError(
                 f"a secure sum of {len(keys)} members with at least {self._least}: more than half "
@@ -94,8 +102,8 @@ class SumMember:
             )
         self._keys = dict(keys)
         places = places_of(keys)
-        of_key = split(self._private.private_bytes_raw(), len(keys), self._least)
-        of_seed = split(self._seed, len(keys), self._least)
+        of_key = split(self._private.private_bytes_raw(), len(keys), self._needed)
+        of_seed = split(self._seed, len(keys), self._needed)
         found = {}
         for other, place in places.items():
             both = of_key[place - 1] + of_seed[place - 1]
@@ -105,6 +113,28 @@ class SumMember:
                 sealed = ChaCha20Poly1305(self._seal_key(self.number, other))
                 found[other] = sealed.encrypt(_NONCE, both, self._context)
         return found
+
+    def pairs(self, keys: Mapping[int, SumKeys]) -> dict[int, Mask]:
+        """Masks of this member's part for each other one, where nobody can drop out: they cancel,
+        so nothing is shared or answered.
+
+        Args:
+            keys: of all members.
+
+        Raises:
+            WorkerError: they are too few; or it has sealed shares.
+        """
+        check_enough(len(keys), self._least, "told their keys")
+        if self._shared or self._answered or keys.get(self.number) != self.keys():
+            raise WorkerError("the keys of a secure sum were to be used twice. Begin a new sum.")
+        self._answered, listed = True, list_digest(keys, keys)
+        return {
+            other: self._pair(keys[other], listed, other) for other in keys.keys() - {self.number}
+        }
+
+    def _pair(self, keys: SumKeys, listed: bytes, other: int) -> Mask:
+        secret = self._private.exchange(_public(keys.masks))
+        return pair_mask(secret, self._context, listed, self.number, other)
 
     def masks(self, sealed: Mapping[int, bytes]) -> dict[int, Mask]:
         """Masks of this member's part, by other member; its own by its own number.
@@ -133,8 +163,7 @@ class SumMember:
         listed = list_digest(self._keys, self._shared)
         found = {self.number: Mask(own_key(self._seed, self._context), True)}
         for other in opened:
-            secret = self._private.exchange(_public(self._keys[other].masks))
-            found[other] = pair_mask(secret, self._context, listed, self.number, other)
+            found[other] = self._pair(self._keys[other], listed, other)
         return found
 
     def answer(self, come: Collection[int]) -> dict[int, bytes]:

@@ -31,6 +31,7 @@ def masks_left(
     *,
     least: int,
     context: bytes,
+    needed: int | None = None,
 ) -> list[Mask]:
     """Find what to apply to the sum of the masked parts, so that it is the sum of the parts.
 
@@ -40,15 +41,17 @@ def masks_left(
         come: those of them whose parts are in the sum.
         answers: by member that has answered, the share that it gives for each.
         least, context: as for `SumMember`.
+        needed: what the members were given as `shares`.
 
     Raises:
         WorkerError: they are too few, or what they gave is not what they had promised.
     """
     check_enough(len(come), least, "have parts in it")
-    check_enough(len(answers), least, "answered")
+    needed = least if needed is None else needed
+    check_enough(len(answers), needed, "answered")
     places, listed, found = places_of(keys), list_digest(keys, shared), list[Mask]()
     for member in sorted(shared):
-        some = sorted(answers)[:least]
+        some = sorted(answers)[:needed]
         secret = join({places[each]: answers[each][member] for each in some})
         if secret is None:
             raise _wrong(member)

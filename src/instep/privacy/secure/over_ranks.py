@@ -1,7 +1,11 @@
 """A secure sum of members that lie on the ranks of a group, several on one perhaps.
 
 Masks between two members of one rank would cancel before anything leaves it, and are left out.
-Every rank adds up: what it sends is the masked sum of its own members. Way in: `SumOverRanks`.
+Every rank adds up: what it sends is the masked sum of its own members. A rank that is lost ends the
+sum, so nobody has to be done without, and it takes the shares of all members to open it: no rank
+that has many of them, nor several that work together, opens what the others send. Where all members
+have a part in a sum, which is known before it, masks between pairs are enough, and there is nothing
+to open. Ways in: `SumOverRanks`, and `sum_of_all` for such a sum.
 """
 
 from __future__ import annotations
@@ -24,6 +28,29 @@ from instep.privacy.secure.members import (
 )
 from instep.privacy.secure.opening import masks_left
 from instep.privacy.secure.shamir import SHARE_BYTES
+
+
+def sum_of_all(
+    comm: Comm, members: Sequence[int], here: Collection[int], *, least: int, context: bytes
+) -> list[Mask]:
+    """Masks to apply to the sum of this rank's parts, of a sum in which each member has one.
+
+    Args:
+        comm, members, here, least, context: as for `SumOverRanks`; every rank calls it.
+
+    Raises:
+        WorkerError: members are too few, or lie on no rank.
+        PeerError: a rank went away.
+    """
+    check_enough(len(members), least, "are in it")
+    own = {each: SumMember(each, context, least) for each in sorted(here)}
+    keys = _keys_of_all(comm, members, own)
+    return [
+        mask
+        for each, of in own.items()
+        for other, mask in sorted(of.pairs(keys).items())
+        if other not in own
+    ]
 
 
 class SumOverRanks:
@@ -52,12 +79,9 @@ class SumOverRanks:
         self._comm, self._least, self._context = comm, least, context
         self._members = list(members)
         check_enough(len(members), least, "are in it")
-        self._here = {each: SumMember(each, context, least) for each in sorted(here)}
-        keys = {each: of.keys().packed() for each, of in self._here.items()}
-        told = self._table(keys, KEYS_BYTES)
-        if missing := [each for each in members if not any(told[each])]:
-            raise WorkerError(f"participants {missing} of a secure sum are on no worker.")
-        self._keys = {each: SumKeys.unpacked(told[each]) for each in members}
+        every = len(members)
+        self._here = {each: SumMember(each, context, least, every) for each in sorted(here)}
+        self._keys = _keys_of_all(comm, members, self._here)
         sent = self._rows({n: of.shares(self._keys) for n, of in self._here.items()}, SEALED_BYTES)
         self._masks = {
             each: of.masks({other: sent[other][each] for other in members if other != each})
@@ -91,7 +115,13 @@ class SumOverRanks:
         given = {each: of.answer(come) for each, of in self._here.items()}
         answers = self._rows(given, SHARE_BYTES)
         self._left = masks_left(
-            self._keys, self._members, come, answers, least=self._least, context=self._context
+            self._keys,
+            self._members,
+            come,
+            answers,
+            least=self._least,
+            context=self._context,
+            needed=len(self._members),
         )
 
     @property
@@ -102,17 +132,6 @@ class SumOverRanks:
 
     # ---- messages
 
-    def _table(self, rows: Mapping[int, bytes], width: int) -> dict[int, bytes]:
-        """By member, what its rank has told of it: [width] bytes."""
-        places = {member: place for place, member in enumerate(self._members)}
-        table = np.zeros((len(places), -(-width // 4) * 4), np.uint8)
-        for member, row in rows.items():
-            table[places[member], :width] = np.frombuffer(row, np.uint8)
-        shared = torch.from_numpy(table.view(np.int32))
-        self._comm.all_reduce(shared).wait()
-        found = shared.numpy().view(np.uint8)
-        return {member: found[place, :width].tobytes() for member, place in places.items()}
-
     def _rows(
         self, given: Mapping[int, Mapping[int, bytes]], width: int
     ) -> dict[int, dict[int, bytes]]:
@@ -121,13 +140,41 @@ class SumOverRanks:
             of: b"".join(each.get(other, bytes(width)) for other in self._members)
             for of, each in given.items()
         }
-        told = self._table(packed, width * len(self._members))
+        told = _table(self._comm, self._members, packed, width * len(self._members))
         return {
             of: {
                 other: row[at * width : (at + 1) * width] for at, other in enumerate(self._members)
             }
             for of, row in told.items()
         }
+
+
+def _keys_of_all(
+    comm: Comm, members: Sequence[int], here: Mapping[int, SumMember]
+) -> dict[int, SumKeys]:
+    """The public keys of all members.
+
+    Raises:
+        WorkerError: some lie on no rank.
+    """
+    told = _table(comm, members, {n: of.keys().packed() for n, of in here.items()}, KEYS_BYTES)
+    if missing := [each for each in members if not any(told[each])]:
+        raise WorkerError(f"participants {missing} of a secure sum are on no worker.")
+    return {each: SumKeys.unpacked(told[each]) for each in members}
+
+
+def _table(
+    comm: Comm, members: Sequence[int], rows: Mapping[int, bytes], width: int
+) -> dict[int, bytes]:
+    """Bytes that the rank of each member has told of it, [width], by member."""
+    places = {member: place for place, member in enumerate(members)}
+    table = np.zeros((len(places), -(-width // 4) * 4), np.uint8)
+    for member, row in rows.items():
+        table[places[member], :width] = np.frombuffer(row, np.uint8)
+    shared = torch.from_numpy(table.view(np.int32))
+    comm.all_reduce(shared).wait()
+    found = shared.numpy().view(np.uint8)
+    return {member: found[place, :width].tobytes() for member, place in places.items()}
 
 
 def apply_masks(masks: Sequence[Mask], numbers: Tensor, first: int = 0) -> None:

@@ -21,6 +21,7 @@ from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
 from instep.errors import RunError
 from instep.events import LEDGER, LEDGER_START
+from instep.privacy.figures import privacy_figures
 from instep.privacy.proof import PrivacyProof, prove_privacy
 from instep.store.audit import Audit, EpochAudit, Stretch
 from instep.store.folder import id_of
@@ -293,6 +294,16 @@ def _place(fault: Stretch) -> str:
     return f"positions {fault.first} to {fault.stop - 1} ({what})"
 
 
+def of_privacy(run: RunFolder, training_s: float) -> dict[str, Any]:
+    """The figures of a summary that are others in a private run.
+
+    Args:
+        run: that is summed up.
+        training_s: seconds of its training.
+    """
+    return privacy_figures(run.spec, run.path, id_of(run.path), run.last_step, training_s)
+
+
 def prove_private(run: RunFolder) -> PrivacyProof:
     """Compare the records of a private run with its secret; writes nothing.
 
@@ -306,5 +317,4 @@ def prove_private(run: RunFolder) -> PrivacyProof:
             f"{run.path} is not a private run: its job has no [privacy], or epsilon was not "
             "computed when it began. Leave --privacy out."
         )
-    batch, last = run.spec.train.global_batch, run.last_step
-    return prove_privacy(run.path, id_of(run.path), spec, batch, run.committed, last)
+    return prove_privacy(run.path, id_of(run.path), run.spec, run.committed, run.last_step)

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from instep.privacy.figures import privacy_figures
 from instep.report.figures.participants import spread_of
-from instep.report.figures.proof import altered_words
+from instep.report.figures.proof import altered_words, of_privacy
 from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_files import PARTS, Records
 from instep.store.run_folder import RunFolder
@@ -92,7 +91,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "step_s": step_seconds(folder),
         "planned": folder.last("run_started").get("planned"),
     }
-    summary |= privacy_figures(folder.spec.privacy, folder.path, folder.last_step, training_s)
+    summary |= of_privacy(folder, training_s)
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
 

@@ -18,8 +18,8 @@ from instep.engine.passes import Pass, Share
 from instep.engine.step.agreement import Weighed
 from instep.engine.turns import key_of_pass
 from instep.errors import PeerError
+from instep.privacy.gradients.per_sample import Loss, PerSample
 from instep.privacy.grid import Grid
-from instep.privacy.per_sample import Loss, PerSample
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, to_device
 from instep.worker.passes.activity import Activity

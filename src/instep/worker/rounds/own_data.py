@@ -55,9 +55,16 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
         SpecError: a participant has no data.
         RecipeError: the recipe does not say what the partition needs, or something wrong.
     """
-    rounds = job.sync.rounds
-    if rounds is None or not job.own_data:
-        return None
+    return divided(job, recipe) if job.own_data else None
+
+
+def divided(job: JobSpec, recipe: Recipe) -> OwnData:
+    """The data of each participant of a job in which each has some of its own.
+
+    Raises:
+        SpecError, RecipeError: as `divide`.
+    """
+    rounds = job.sync.rounds or RoundSpec()
     samples, participants = len(recipe.train), job.sync.participants
     if participants > samples:
         raise SpecError(
@@ -132,23 +139,42 @@ def check(own: OwnData, member: Member, recipe: Recipe) -> None:
     Raises:
         DataError: it has.
     """
+    _refuse_another(member, own.train.digest)
+    member.emit(
+        "data_divided",
+        partition=member.job.own_data,
+        sizes=own.train.sizes.tolist(),
+        validation_sizes=own.validation_sizes,
+        digest=own.train.digest,
+        labels=[] if member.job.sync.sealed else _labels_of_each(own, member.job, recipe),
+    )
+
+
+def check_hidden(member: Member, digest: int) -> None:
+    """Log that data are divided, and nothing of who has what; refuse a division that has changed.
+
+    Args:
+        member: of the run.
+        digest: stands for the division to whoever has the run's secret; 32 bits.
+
+    Raises:
+        DataError: it has.
+    """
+    _refuse_another(member, digest)
+    told = {"partition": member.job.own_data, "sizes": [], "validation_sizes": [], "labels": []}
+    member.emit("data_divided", digest=digest, **told)
+
+
+def _refuse_another(member: Member, digest: int) -> None:
     partition = member.job.own_data
     before = RunFolder(member.run).last("data_divided") if member.checkpoint is not None else {}
-    if before and before["digest"] != own.train.digest:
+    if before and before["digest"] != digest:
         raise DataError(
             f"sync.options.partition = {partition!r} divides the training set otherwise than when "
             "the run was started, and epochs of participants would not be exact. Have the recipe "
             "give the same samples, owners and labels; or start a new run from the model of this "
             f"one: --set start.model={member.run}"
         )
-    member.emit(
-        "data_divided",
-        partition=partition,
-        sizes=own.train.sizes.tolist(),
-        validation_sizes=own.validation_sizes,
-        digest=own.train.digest,
-        labels=[] if member.job.sync.sealed else _labels_of_each(own, member.job, recipe),
-    )
 
 
 def _labels_of_each(own: OwnData, job: JobSpec, recipe: Recipe) -> list[dict[str, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from instep.data.loader import Skipped, Slice
 from instep.data.order import micro_batch
 from instep.engine.passes import Pass
 from instep.engine.state.buffers import Buffers
+from instep.errors import RecipeError
 from instep.worker.rounds.round_update import RoundUpdate
 
 
@@ -128,6 +129,19 @@ class Participant:
 
     def __exit__(self, *_: object) -> None:
         self.put_back()
+
+
+def refuse_buffers(ways: Sequence[Way], setting: str) -> None:
+    """Refuse buffers that participants moved, which would be told as they are.
+
+    Raises:
+        RecipeError: one did.
+    """
+    if any(way.buffers for way in ways):
+        raise RecipeError(
+            f"{setting}: a buffer of the model changes in a forward pass (running statistics of "
+            "BatchNorm), and is averaged in the open. Use GroupNorm or LayerNorm."
+        )
 
 
 def local_steps_of(part: Pass, local_steps: int, least: int = 0) -> Iterator[tuple[int, Slice]]:

@@ -26,7 +26,6 @@ from instep.engine.assignment import Finished, finished
 from instep.engine.engine import Engine
 from instep.engine.passes import OF_PASS, Pass, Share
 from instep.engine.step.agreement import Weighed
-from instep.errors import RecipeError
 from instep.job.spec import JobSpec
 from instep.privacy.secure.clipped import ClippedMean, Gift
 from instep.recipe.build import set_generators
@@ -47,12 +46,14 @@ from instep.worker.rounds.local_states import (
     LocalStates,
     ParticipantPart,
 )
-from instep.worker.rounds.participant import Participant, Way, local_steps_of
+from instep.worker.rounds.participant import Participant, Way, local_steps_of, refuse_buffers
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.summing import clipped_mean
 
 
-def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> ClippedMean | None:
+def equip(
+    engine: Engine, update: RoundUpdate, job: JobSpec, mean: ClippedMean | None = None
+) -> ClippedMean | None:
     """Have participants do what the strategy wants of them: be drawn back to the round's
     beginning, and resume what they remember of their last rounds.
 
@@ -74,9 +75,9 @@ def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> ClippedMean | No
     if isinstance(strategy, Streaming):
         strategy.participants = job.sync.participants
         parts[MODEL] = LocalModel(update.slots, strategy.agreed_since)
-    elif rounds is not None and rounds.clip:
-        clipped = clipped_mean(job, rounds.clip)
-        strategy.sum_by(clipped, hidden=clipped.sealed)
+    elif rounds is not None and (mean is not None or rounds.clip):
+        clipped = mean or clipped_mean(job, rounds.clip)
+        strategy.sum_by(clipped, hidden=clipped.sealed or mean is not None)
     if parts:
         stays = job.sync.own_state and job.mesh.ranks == 1
         strategy.kept = update.local = LocalStates(parts, engine.device, stays=stays)
@@ -115,6 +116,7 @@ class Rounds(Compute):
         left: whether the members have changed meanwhile.
         activity: told what is being done.
         shared: how the ranks of this replica compute a local step, where they are several.
+        mean: sums what participants give, in a way of its own, if there is one.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Rounds(Compute):
         left: Callable[[], bool],
         activity: Activity,
         shared: SharedSteps | None = None,
+        mean: ClippedMean | None = None,
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
         self._shared, update.slots = shared, engine.turn.slots
@@ -134,13 +137,13 @@ class Rounds(Compute):
         self._left, self._activity = left, activity
         self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
         self._at = (0, 0)  # course and number of a round
-        self._sampling = Sampling.of_job(job)
+        self._who: Callable[[int], list[int]] = Sampling.of_job(job).of
         self._numbers: list[int] = []  # of the participants in it
         self._ways: dict[int, Way] = {}  # of its participants, by number
         self._there: frozenset[Slice] = frozenset()
         """The samples of those that this generation need not compute: of its first round. They
         stay until it is over, as what is read may be asked for when that round is."""
-        self._clipped = equip(engine, update, job)
+        self._clipped = equip(engine, update, job, mean)
         if shared is not None:
             shared.pull = update.pull
 
@@ -167,7 +170,7 @@ class Rounds(Compute):
         """What was computed for another round is of no use."""
         if self._at != (course, step):
             self._at, self._ways = (course, step), {}
-            self._numbers = self._sampling.of(step)
+            self._numbers = self._who(step)
 
     def slices(self, share: Share) -> Iterator[Slice]:
         """The samples of each local step of each participant that is to be computed, in order."""
@@ -215,10 +218,13 @@ class Rounds(Compute):
             else:
                 way = self._ways[part.number] = self._way(part, loads, step)
             skipped += way.skipped
-            losses |= give(engine, self._update, way)
+            losses |= self._give(way)
         if self._clipped is not None:
             losses = self._of_all(self._clipped, [self._ways[p.number] for p in share.passes])
         return Results(losses, skipped)
+
+    def _give(self, way: Way) -> dict[int, Weighed]:
+        return give(self._engine, self._update, way)
 
     def _of_all(self, clipped: ClippedMean, ways: Sequence[Way]) -> dict[int, Weighed]:
         """Sum up the losses of all participants; nobody tells those of one.
@@ -228,12 +234,8 @@ class Rounds(Compute):
         """
         since = time.perf_counter()
         self._activity.enter("exchange")
-        if clipped.sealed and any(way.buffers for way in ways):
-            raise RecipeError(
-                "sync.options.secure_sums: a buffer of the model changes in a forward pass "
-                "(running statistics of BatchNorm), and is averaged in the open. Use GroupNorm or "
-                "LayerNorm."
-            )
+        if clipped.sealed:
+            refuse_buffers(ways, "sync.options.secure_sums")
         here = {w.participant: Gift(w.whole, w.total, w.size, w.moved) for w in ways}
         found = Weighed(*clipped.figures(here))
         self._engine.clock.lap(since, "wire")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TypedDict
 
 import msgspec
 
@@ -10,13 +11,24 @@ from instep.job.spec import JobSpec
 from instep.privacy.secure.clipped import ClippedMean
 
 
-def clipped_mean(job: JobSpec, clip: float) -> ClippedMean:
-    """The sum of a job with `sync.options.clip`."""
+class HowSummed(TypedDict):
+    """Settings of a job that its sums need."""
+
+    least: int
+    job: bytes
+    bucket_mb: float
+
+
+def how_summed(job: JobSpec) -> HowSummed:
+    """How the sums of a job are masked, bound to it, and sent."""
     told = msgspec.json.encode((job.seed, job.recipe, job.sync, job.arguments), enc_hook=str)
-    return ClippedMean(
-        clip,
-        job.sync.participants,
+    return HowSummed(
         least=job.sync.sealed,
         job=hashlib.sha256(told).digest(),
         bucket_mb=job.sync.all_options.get("bucket_mb", 8.0),
     )
+
+
+def clipped_mean(job: JobSpec, clip: float) -> ClippedMean:
+    """The sum of a job with `sync.options.clip`."""
+    return ClippedMean(clip, job.sync.participants, **how_summed(job))

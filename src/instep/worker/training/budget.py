@@ -18,7 +18,7 @@ from instep.job.privacy import PrivacySpec
 from instep.job.spec import JobSpec
 from instep.privacy.accounting import SampledSteps, bounds, noise_for, steps_within
 from instep.privacy.found import told
-from instep.privacy.sampling import SAMPLINGS
+from instep.privacy.units import Units
 from instep.recipe.build import call
 from instep.recipe.source_file import load_function
 from instep.worker.reading.data_split import split_data
@@ -34,7 +34,7 @@ def settled(job: JobSpec) -> PrivacySpec:
     recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
     samples = len(split_data(job, with_stream(job, recipe)).recipe.train)
     spec = job.privacy
-    in_epoch = SAMPLINGS[spec.sampling].steps_of(samples, job.train.global_batch)
+    in_epoch = Units.of_job(job, samples).in_epoch
     steps = job.train.steps or job.train.passes * in_epoch
     plan = SampledSteps(spec.sampling, in_epoch, steps)
     epsilon, delta, noise = spec.epsilon, spec.delta or 0.0, spec.noise

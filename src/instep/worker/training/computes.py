@@ -46,6 +46,8 @@ def compute_for(
     def left() -> bool:
         return member.superseded
 
+    if private is not None:
+        return private.compute(engine, forward, activity)
     if isinstance(update, RoundUpdate):
         shared = None
         if replica is not None:
@@ -56,8 +58,6 @@ def compute_for(
         )
     if replica is not None:
         return OnMesh(engine, MeshPass(forward, replica, reads), Works(*given), activity)
-    if private is not None:
-        return private.compute(engine, forward, activity)
     if reads is not None or inputs.recipe.batch_loss is not None:
         return WholeBatch(engine, forward, Works(*given), job, reads, activity)
     return Ordinary(engine, forward, job.seed, activity, left)

@@ -13,7 +13,7 @@ from instep.data.weighted import HowSampled
 from instep.engine.member import Member
 from instep.errors import InstepError, RecipeError, SpecError
 from instep.job.spec import JobSpec
-from instep.privacy.collating import CollateApart
+from instep.privacy.gradients.collating import CollateApart
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.worker.reading.planned_data import PlannedData
@@ -111,7 +111,7 @@ def _loader(
     member: Member, recipe: Recipe, name: str, order: AnyOrder | HowSampled | None
 ) -> Loader:
     collate = recipe.collate
-    if member.job.privacy.on and name == "train":
+    if member.job.privacy.protects == "sample" and name == "train":
         own = collate or recipe.given[name].collate
         collate = CollateApart(own) if own is not None else None
     return Loader.of_job(

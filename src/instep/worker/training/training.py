@@ -17,6 +17,7 @@ from instep.data.loader import Read
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.reading.streams.mixed import AnyStream
+from instep.engine.alike import check_division
 from instep.engine.assignment import Lockstep, Near
 from instep.engine.member import Member
 from instep.engine.passes import Share
@@ -122,16 +123,19 @@ class Training(Loop):
             take=update.keep if isinstance(update, RoundUpdate) else None,
             activity=self.activity,
         )
+        self._hides = self._private is not None or self.job.sync.sealed > 0
         self._equip_engine(trial, tables)
         self._begin_passes(update, own_data.validated_apart(self.job, self._own_data))
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
         self.callbacks.watch(writes_around(self.member, self.engine, self._forward))
-        hides = self._private is not None or self.job.sync.sealed > 0
-        self._record = None if hides else self._inputs.record()
+        self._record = None if self._hides else self._inputs.record()
         self._once = ReadOnce.of(member, self._inputs.train, self.recipe.train)
-        self._unrepeatable = self._data.check(self._inputs, planned, self._own_data, hides=hides)
+        given = self._inputs, planned, self._own_data
+        self._unrepeatable = self._data.check(*given, hides=self._hides)
         """A training sample that was different when worker 0 read it again."""
+        if self._private is not None:
+            self._private.check()
         again = RepeatPass(self.engine, self._forward, self._inputs.train, update)
         self.engine.observers = observers_of(member, self.engine, update, self.after, again)
 
@@ -150,7 +154,7 @@ class Training(Loop):
         )
         self._reads = make_global(model) if job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, self.device, job.train.precision)
-        self._own_data = own_data.divide(job, recipe)
+        self._own_data = None if self._private else own_data.divide(job, recipe)
         self._inputs = Inputs.begun(member, self._forward, self._own_data, planned)
         self.batches, self.samples = planned.batches, planned.batches.samples
         return begun
@@ -177,7 +181,7 @@ class Training(Loop):
             apart: samples of each participant, where they have validation sets of their own.
         """
         alone, inputs = self._replica is None, self._inputs
-        if isinstance(update, RoundUpdate) and alone and not self.job.sync.sealed:
+        if isinstance(update, RoundUpdate) and alone and not self._hides:
             samples = apart or [inputs.validation_samples]
             update.probe = Probe(self._forward, inputs.validate, samples).predictions
         self.compute = compute = self._make_compute(update)
@@ -243,6 +247,8 @@ class Training(Loop):
         if self._once is not None:
             self._once.let_go()
         check_order(comm, self.device, self._loader.order, self._own_data)
+        if self._private is not None and self._private.division is not None:
+            check_division(comm, self.device, self._private.division)
         self.compute.begin(comm)
         order, members = self._own_rounds or self._loader.order, self._group.members
         self._near = self._data.meet(comm, self.device, order, members)

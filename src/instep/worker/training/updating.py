@@ -94,6 +94,5 @@ def turns_for(
         scaler=scaler,
     )
     if private is not None:
-        strategy = private.strategy(model, built.parameters)
-        turns = [TurnState("", built.parameters, update, strategy)]
+        turns = private.turns(model, built.parameters, update, turns)
     return update, turns

@@ -1,9 +1,12 @@
 """Gradients of single samples, clipped one by one, as whole numbers that are then summed.
 
 Nothing that two samples have together is computed before each is clipped and rounded to the grid.
-`torch.func` computes the gradients of many samples at once. Where it cannot, or where it gives
-something else than the samples one by one, or where the content of one sample shows in the last
-bits of another's, they are computed one by one. Way in: `PerSample`.
+`torch.func` computes the gradients of many samples at once; those of plain layers as what the
+layers read and what is sent back to them (`taps.py`). Where that gives something else than the
+samples one by one, or where the content of one sample shows in the last bits of another's, all
+gradients are asked of `torch.func`, and where that does not do either, samples are computed one by
+one. Stand-ins of the samples' shapes decide that (`stand_ins.py`), never samples. Way in:
+`PerSample`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instep.errors import RecipeError
 from instep.parallel.nested import leaves, on_tensors, tensors_in
+from instep.privacy.gradients.forbidden import refuse
+from instep.privacy.gradients.products import IN_CACHE, SampleGradients, WholeGradients
+from instep.privacy.gradients.stand_ins import STAND_INS, stand_ins
+from instep.privacy.gradients.taps import Taps
 from instep.privacy.grid import MARGIN, Grid
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -26,12 +33,6 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 ROOM = 1 << 26
 """Numbers of the gradients that are computed at once."""
-
-_FEW = 1 << 12
-"""Numbers of a parameter, below which samples are added at once."""
-
-_TRIED = 4
-"""Samples on which `torch.func` is compared with one by one."""
 
 _NEAR = 1e-4
 """How far their gradients may be apart, relative to their norm."""
@@ -64,7 +65,8 @@ class PerSample:
         self._seed = seed
         self._names = names_of(model, parameters)
         self._whole = _WithLoss(model, loss)
-        self._at_once = max(1, ROOM // max(1, grid.numbers))
+        self._taps: dict[tuple[Any, ...], Taps] = {}  # by the shapes of a sample
+        self._tapping = True
         self.batched: bool | None = None
         """Whether samples are computed at once; None before the first."""
         self.why = ""
@@ -88,67 +90,103 @@ class PerSample:
                 parameter moved.
         """
         if self.batched is None:
-            self._choose(batch, samples)
+            self._choose(_samples(batch, samples, 0, 1))
         before = self._versions()
-        found = [torch.zeros_like(each, dtype=torch.float64) for each in self._parameters]
-        for gradients in self._gradients(batch, samples):
-            for total, each in zip(found, self._on_grid(gradients), strict=True):
-                if total.numel() < _FEW:
-                    total += each.sum(0, dtype=torch.float64)
-                    continue
-                for one in each:  # quicker where they are long, and as exact: they are whole
-                    total += one
+        found = [
+            torch.zeros(each.shape, dtype=torch.int32, device=each.device)
+            for each in self._parameters
+        ]
+        for some, gradients in self._gradients(batch, samples):
+            for first in range(0, some, self._in_cache):
+                stop = min(first + self._in_cache, some)
+                self._add([each.part(first, stop) for each in gradients], found)
         if self._versions() != before:
             raise RecipeError(
                 "[privacy]: a buffer or parameter of the model changed in a forward pass, and what "
                 "it holds then follows from samples without noise. Use layers that keep nothing of "
                 "their inputs."
             )
-        return [each.to(torch.int32) for each in found]
+        return found
 
-    def _gradients(self, batch: Any, samples: int) -> Iterator[list[Tensor]]:
-        """[some, *shape] of each parameter, a few samples at a time."""
-        step = self._at_once if self.batched else 1
+    @property
+    def _in_cache(self) -> int:
+        """Samples whose gradients are made at a time."""
+        return max(1, IN_CACHE // max(1, self._grid.numbers))
+
+    def _gradients(self, batch: Any, samples: int) -> Iterator[tuple[int, list[SampleGradients]]]:
+        """Gradients of each parameter, of some samples, and how many these are."""
+        step = 1
+        if self.batched:
+            one = _samples(batch, samples, 0, 1)
+            taps = self._taps_of(one)
+            made = sum(
+                each.numel() for n, each in enumerate(self._parameters) if n not in taps.covered
+            )
+            step = max(1, ROOM // max(1, made + taps.numbers))
         for first in range(0, samples, step):
-            some = _samples(batch, samples, first, min(first + step, samples))
+            stop = min(first + step, samples)
+            some = _samples(batch, samples, first, stop)
             if self.batched:
-                yield self._together(some)
+                yield stop - first, self._together(some, taps)
             else:
                 self._seed(first)
-                yield [each[None] for each in self._alone(some)]
+                yield 1, [WholeGradients(each[None]) for each in self._alone(some)]
 
-    def _on_grid(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Clip each sample's gradient, and round it to the grid; in place."""
-        norms = torch.stack([_norms(each) for each in gradients]).square().sum(0).sqrt()
+    def _add(self, gradients: list[SampleGradients], found: list[Tensor]) -> None:
+        """Clip each sample's gradient, round it to the grid, and add it."""
+        squares = torch.stack([each.squares() for each in gradients])
+        norms = squares.sum(0).sqrt()
         limit = self._grid.clip * (1 - MARGIN)
-        factors = torch.clamp(limit / norms.clamp_min(1e-300), max=1.0)
-        factors = (factors / self._grid.unit).to(torch.float32)
-        finite = norms.isfinite()
-        if not finite.all():
-            factors = torch.where(finite, factors, torch.zeros_like(factors))
-        for each in gradients:
-            if not finite.all():
-                each[~finite] = 0.0
-            each.mul_(factors.to(each.device).view(-1, *[1] * (each.dim() - 1))).round_()
-        return gradients
+        factors = torch.clamp(limit / norms.clamp_min(1e-300), max=1.0) / self._grid.unit
+        factors = torch.where(norms.isfinite(), factors, 0.0)
+        for total, each in zip(found, gradients, strict=True):
+            each.add_into(total, factors)
 
-    def _together(self, batch: Any) -> list[Tensor]:
-        held = [each.detach() for each in self._parameters]
+    def _taps_of(self, one: Any) -> Taps:
+        """The layers that are asked what they read, for samples of such shapes."""
+        shapes = tuple((tuple(each.shape), each.dtype) for each in tensors_in(one))
+        if shapes not in self._taps:
+            taps = Taps(self._model, self._parameters)
+            if self._tapping:
+                device = self._parameters[0].device
+                gpus = [device] if device.type == "cuda" else []
+                stand_in = stand_ins(one, 1)
+                with torch.random.fork_rng(devices=gpus):
+                    taps.look(lambda: self._whole(stand_in))
+            self._taps[shapes] = taps
+        return self._taps[shapes]
+
+    def _together(self, batch: Any, taps: Taps) -> list[SampleGradients]:
+        held = {
+            place: each.detach()
+            for place, each in enumerate(self._parameters)
+            if place not in taps.covered
+        }
         tensors, rebuilt = _flat(batch)
 
-        def of_one(values: list[Tensor], *one: Tensor) -> Tensor:
+        def of_one(
+            values: dict[int, Tensor], added: list[Tensor], *one: Tensor
+        ) -> tuple[Tensor, dict[int, Tensor]]:
             alone = rebuilt([each.unsqueeze(0) for each in one])
-            pairs = zip(self._names, values, strict=True)
+            pairs = ((self._names[place], value) for place, value in values.items())
             named = {f"model.{name}": value for names, value in pairs for name in names}
-            # tied ones are named; torch's own way leaves a layer that is used twice replaced
-            found = functional_call(self._whole, named, (alone,), tie_weights=False)
+            with taps.adding(added) as read:
+                # tied ones are named; torch's own way leaves a layer that is used twice replaced
+                found = functional_call(self._whole, named, (alone,), tie_weights=False)
             assert isinstance(found, Tensor)
-            return found
+            return found, read
 
-        axes = (None, *[0] * len(tensors))
+        axes = (None, None, *[0] * len(tensors))
+        slopes = grad(of_one, argnums=(0, 1), has_aux=True)
         with sdpa_kernel(SDPBackend.MATH):  # vmap has rules for no other
-            gradients = vmap(grad(of_one), in_dims=axes, randomness="different")(held, *tensors)
-        return [each.contiguous() for each in gradients]
+            (whole, sent), read = vmap(slopes, in_dims=axes, randomness="different")(
+                held, taps.zeros(), *tensors
+            )
+        found: dict[int, SampleGradients] = {
+            place: WholeGradients(each.contiguous()) for place, each in whole.items()
+        }
+        found |= taps.gradients(read, sent)
+        return [found[place] for place in range(len(self._parameters))]
 
     def _alone(self, batch: Any) -> list[Tensor]:
         with torch.enable_grad():
@@ -163,16 +201,23 @@ class PerSample:
 
     # ---- how
 
-    def _choose(self, batch: Any, samples: int) -> None:
-        """Compare, on a few samples, in eval mode: then nothing is drawn."""
-        few = min(samples, _TRIED)
-        some = _samples(batch, samples, 0, few)
+    def _choose(self, one: Any) -> None:
+        """Compare, on stand-ins of samples of this shape, in eval mode: then nothing is drawn."""
+        some = stand_ins(one, STAND_INS)
         trained = [each for each in self._model.modules() if each.training]
         self._model.eval()
         try:
-            apart = [self._alone(_samples(some, few, place, place + 1)) for place in range(few)]
-            self.why = self._differs(some, few, apart)
-            self._compare_losses(some, few)
+            apart = [
+                self._alone(_samples(some, STAND_INS, place, place + 1))
+                for place in range(STAND_INS)
+            ]
+            self.why = self._differs(some, apart)
+            if self.why:
+                self._tapping, self._taps = False, {}
+                self.why = self._differs(some, apart)
+            self._compare_losses(some)
+        except Exception as error:  # stand-ins may be of a kind that the model cannot take
+            self.why = f"it cannot be tried on other samples: {type(error).__name__}"
         finally:
             for each in trained:
                 each.training = True
@@ -183,40 +228,40 @@ class PerSample:
         said, self._compared = self._compared, ""
         return said
 
-    def _compare_losses(self, some: Any, few: int) -> None:
+    def _compare_losses(self, some: Any) -> None:
         """Look whether the loss says something of several samples that none has alone."""
         try:
             together = float(self._whole(some))
         except Exception:  # it may take one sample alone
             return
-        each = sum(float(self._whole(_samples(some, few, n, n + 1))) for n in range(few)) / few
-        if abs(together - each) > _NEAR * (abs(together) + abs(each)):
+        losses = [float(self._whole(_samples(some, STAND_INS, n, n + 1))) for n in range(STAND_INS)]
+        mean = sum(losses) / STAND_INS
+        if abs(together - mean) > _NEAR * (abs(together) + abs(mean)):
             self._compared = (
                 "the loss of several samples is not the mean of their losses: [privacy] trains on "
                 "the loss of each sample alone, so what the loss compares between samples, or "
                 "weighs, is not trained. Have compute_loss be a mean over samples."
             )
 
-    def _differs(self, some: Any, few: int, apart: list[list[Tensor]]) -> str:
+    def _differs(self, some: Any, apart: list[list[Tensor]]) -> str:
         try:
-            together = self._together(some)
-            if few > 1:
-                other = on_last(some, few)
-                changed = self._together(other)
+            taps = self._taps_of(_samples(some, STAND_INS, 0, 1))
+            together = [each.whole() for each in self._together(some, taps)]
+            changed = [each.whole() for each in self._together(on_last(some, STAND_INS), taps)]
         except Exception as error:  # whatever a user's model raises within vmap
             return f"torch.func cannot: {type(error).__name__}"
         for place, alone in enumerate(apart):
             norm = float(torch.stack([each.norm() for each in alone]).norm())
-            if not math.isfinite(norm):  # it counts as nothing, and is not to choose for others
+            if not math.isfinite(norm):
                 continue
             pairs = zip(together, alone, strict=True)
-            away = float(torch.stack([(t[place] - each).norm() for t, each in pairs]).norm())
+            apart_by = [(t[place].reshape(each.shape) - each).norm() for t, each in pairs]
+            away = float(torch.stack(apart_by).norm())
             if not away <= _NEAR * norm:
                 return "torch.func gives other gradients"
-        if few > 1:
-            for one, two in zip(together, changed, strict=True):
-                if not torch.equal(one[: few - 1].nan_to_num(), two[: few - 1].nan_to_num()):
-                    return "the content of one sample shows in the last bits of another's gradient"
+        for one, two in zip(together, changed, strict=True):
+            if not torch.equal(one[:-1].nan_to_num(), two[:-1].nan_to_num()):
+                return "the content of one sample shows in the last bits of another's gradient"
         return ""
 
 
@@ -247,47 +292,6 @@ def names_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[list[
             if id(each) in found:
                 found[id(each)].append(f"{path}.{name}" if path else name)
     return [found[id(each)] for each in parameters]
-
-
-def refuse(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse what cannot be private.
-
-    Raises:
-        RecipeError: a layer looks at other samples, remembers them, or shows which rows it used.
-    """
-    for name, layer in model.named_modules():
-        what = f"layer {name!r} ({type(layer).__name__})"
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            raise RecipeError(
-                f"[privacy]: {what} looks at all samples of a batch, so no gradient is of one "
-                "sample alone. Use GroupNorm or LayerNorm."
-            )
-        if getattr(layer, "track_running_stats", False):
-            raise RecipeError(
-                f"[privacy]: {what} keeps means of its inputs, which would be published without "
-                "noise. Set track_running_stats=False."
-            )
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
-            raise RecipeError(
-                f"[privacy]: {what} shortens the rows that a batch reads (max_norm), without "
-                "noise. Leave max_norm out."
-            )
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise RecipeError(
-                f"[privacy]: {what} has sparse gradients: which rows they have says what was in a "
-                "batch. Set sparse=False."
-            )
-    for name, each in model.named_parameters():
-        if any(each is one for one in parameters) and each.dtype != torch.float32:
-            raise RecipeError(
-                f"[privacy]: parameter {name!r} is of {each.dtype}; float32 is wanted."
-            )
-
-
-def _norms(gradients: Tensor) -> Tensor:
-    """[samples] float64, of [samples, ...]."""
-    found: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=torch.float64)
-    return found.cpu()
 
 
 def _samples(batch: Any, samples: int, first: int, stop: int) -> Any:

@@ -1,0 +1,212 @@
+"""Gradients of single samples in the form that layers leave them in, clipped and added up.
+
+The gradient of a linear layer's weight is a product: of what the layer reads, and of what is sent
+back to its output. A sample has little of both, and a large product. So products are made a few
+samples at a time, clipped and rounded to the grid there, and added; most never leave the cache of
+a core. (What layers keep is that of Goodfellow 2015, arXiv:1510.01799, and of the "ghost norms" of
+Li et al. 2022, arXiv:2110.05679; sums are not made by a weighted second pass as there: decision
+0118.) Which layers give them so, `taps.py` knows. Way in: the four classes that say what there is
+of a gradient, `SampleGradients` all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+IN_CACHE = 1 << 18
+"""Numbers of gradients that are made at a time."""
+
+
+class SampleGradients(Protocol):
+    """Gradients of one parameter, of several samples."""
+
+    def part(self, first: int, stop: int) -> SampleGradients:
+        """Gradients of samples [first, stop)."""
+
+    def squares(self) -> Tensor:
+        """The square of the norm of each, [samples] float64."""
+
+    def add_into(self, total: Tensor, factors: Tensor) -> None:
+        """Multiply each by its factor, round it to whole numbers, and add them up.
+
+        Args:
+            total: of the parameter's shape, int32.
+            factors: [samples] float64; a sample with 0 counts as nothing, whatever its gradient.
+        """
+
+    def whole(self) -> Tensor:
+        """Make all numbers, [samples, *shape]."""
+
+
+class WholeGradients:
+    """Gradients whose numbers are all there.
+
+    Args:
+        numbers: [samples, *shape]; may be overwritten by `add_into`.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+
+    def part(self, first: int, stop: int) -> WholeGradients:
+        """Gradients of some samples."""
+        return WholeGradients(self._numbers[first:stop])
+
+    def squares(self) -> Tensor:
+        """Sums of squares in float64."""
+        flat = self._numbers.flatten(1)
+        norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+        return norms.square()
+
+    def add_into(self, total: Tensor, factors: Tensor) -> None:
+        """Multiply in place."""
+        numbers = self._numbers
+        if not (factors > 0).all():  # of one that is not finite nothing is left
+            numbers[factors == 0] = 0.0
+        ones = [1] * (numbers.dim() - 1)
+        numbers.mul_(factors.to(numbers.dtype).view(-1, *ones)).round_()
+        _add(numbers, total)
+
+    def whole(self) -> Tensor:
+        """Numbers as they are."""
+        return self._numbers
+
+
+class LinearGradients:
+    """Gradients of a linear layer's weight: each is `sent.T @ read`.
+
+    Args:
+        read: [samples, places, inputs], what the layer read.
+        sent: [samples, places, outputs], what was sent back to it.
+    """
+
+    def __init__(self, read: Tensor, sent: Tensor) -> None:
+        self._read, self._sent = read, sent
+        self._made: WholeGradients | None = None
+
+    def part(self, first: int, stop: int) -> LinearGradients:
+        """Gradients of some samples."""
+        return LinearGradients(self._read[first:stop], self._sent[first:stop])
+
+    def squares(self) -> Tensor:
+        """Products of two norms, where there is one place; else sums of squares."""
+        if self._read.shape[1] > 1:
+            self._made = WholeGradients(self.whole())
+            return self._made.squares()
+        pair = [
+            torch.linalg.vector_norm(each[:, 0], dim=1, dtype=torch.float64)
+            for each in (self._read, self._sent)
+        ]
+        norms: Tensor = pair[0] * pair[1]
+        return norms.square()
+
+    def add_into(self, total: Tensor, factors: Tensor) -> None:
+        """Multiply what was sent back: then the product fits into float32, however large it is."""
+        if self._read.shape[1] > 1:
+            made = self._made or WholeGradients(self.whole())
+            made.add_into(total, factors)
+            return
+        kept = torch.where((factors > 0).view(-1, 1), self._sent[:, 0], 0.0)
+        scaled = (kept.to(torch.float64) * factors.view(-1, 1)).to(self._sent.dtype)
+        read = torch.where((factors > 0).view(-1, 1), self._read[:, 0], 0.0)
+        _add(torch.mul(scaled.unsqueeze(2), read.unsqueeze(1)).round_(), total)
+
+    def whole(self) -> Tensor:
+        """Multiplied."""
+        return torch.bmm(self._sent.transpose(1, 2), self._read)
+
+
+class ConvolutionGradients:
+    """Gradients of the weight of a convolution: products over all its places.
+
+    Args:
+        layer: of one group.
+        read: [samples, channels, height, width], what the layer read.
+        sent: [samples, outputs, places], what was sent back to it.
+    """
+
+    def __init__(self, layer: nn.Conv2d, read: Tensor, sent: Tensor) -> None:
+        self._layer, self._read, self._sent = layer, read, sent
+        self._made: WholeGradients | None = None
+
+    def part(self, first: int, stop: int) -> ConvolutionGradients:
+        """Gradients of some samples."""
+        return ConvolutionGradients(self._layer, self._read[first:stop], self._sent[first:stop])
+
+    def squares(self) -> Tensor:
+        """Sums of squares of what is made."""
+        self._made = WholeGradients(self.whole())
+        return self._made.squares()
+
+    def add_into(self, total: Tensor, factors: Tensor) -> None:
+        """Multiply in place."""
+        (self._made or WholeGradients(self.whole())).add_into(total, factors)
+
+    def whole(self) -> Tensor:
+        """Multiplied, [samples, outputs, inputs of a place]."""
+        of = self._layer
+        pads: Any = of.padding
+        places = nn.functional.unfold(self._read, of.kernel_size, of.dilation, pads, of.stride)
+        return torch.bmm(self._sent, places.transpose(1, 2))
+
+
+class EmbeddingGradients:
+    """Gradients of an embedding's weight, which has a few rows of each sample.
+
+    Args:
+        read: [samples, places], numbers of rows.
+        sent: [samples, places, width], what was sent back to them.
+        rows: of the weight.
+        padding: the row that is not trained; None where all are.
+    """
+
+    def __init__(self, read: Tensor, sent: Tensor, rows: int, padding: int | None) -> None:
+        self._read, self._sent, self._rows, self._padding = read, sent, rows, padding
+        self._found: list[tuple[Tensor, Tensor]] = []
+
+    def part(self, first: int, stop: int) -> EmbeddingGradients:
+        """Gradients of some samples."""
+        return EmbeddingGradients(
+            self._read[first:stop], self._sent[first:stop], self._rows, self._padding
+        )
+
+    def _each(self) -> list[tuple[Tensor, Tensor]]:
+        """Rows that each sample reads, and their gradients."""
+        if not self._found:
+            for numbers, sent in zip(self._read, self._sent, strict=True):
+                rows, places = torch.unique(numbers, return_inverse=True)
+                summed = torch.zeros(len(rows), sent.shape[1], dtype=sent.dtype, device=sent.device)
+                summed.index_add_(0, places, sent)
+                if self._padding is not None:
+                    summed[rows == self._padding] = 0.0
+                self._found.append((rows, summed))
+        return self._found
+
+    def squares(self) -> Tensor:
+        """Sums of squares of the rows."""
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for _, each in self._each()]
+        return torch.stack(norms).square()
+
+    def add_into(self, total: Tensor, factors: Tensor) -> None:
+        """Add to these rows alone."""
+        for (rows, each), factor in zip(self._each(), factors.tolist(), strict=True):
+            if factor > 0:
+                total.index_add_(0, rows, each.mul(factor).round_().to(torch.int32))
+
+    def whole(self) -> Tensor:
+        """Make the other rows too."""
+        shape = len(self._read), self._rows, self._sent.shape[2]
+        found = torch.zeros(shape, dtype=self._sent.dtype, device=self._sent.device)
+        for into, (rows, each) in zip(found, self._each(), strict=True):
+            into[rows] = each
+        return found
+
+
+def _add(numbers: Tensor, total: Tensor) -> None:
+    """Add whole numbers of float32, [samples, *shape], to a total of int32: exact in any order."""
+    into = total.view(numbers.shape[1:])
+    for each in numbers.to(torch.int32):
+        into.add_(each)

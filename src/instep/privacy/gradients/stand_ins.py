@@ -1,0 +1,38 @@
+"""Samples of the shapes of real ones, and of nothing else of them.
+
+How gradients are computed changes their last bits, so no content may decide it. Way in:
+`stand_ins`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.parallel.nested import on_tensors
+
+STAND_INS = 4
+"""Samples on which ways to compute gradients are compared."""
+
+
+def stand_ins(one: Any, count: int) -> Any:
+    """Samples with the shapes and types of one: floating-point numbers are drawn from a Gaussian,
+    the same each time, and whole numbers are 0 and 1, which stand for a class and a word too.
+
+    Args:
+        one: a batch of one sample, nested tensors [1, ...].
+        count: how many.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        shape = count, *tensor.shape[1:]
+        if tensor.is_floating_point() or tensor.is_complex():
+            found = torch.randn(shape, generator=generator, dtype=tensor.dtype)
+        else:
+            found = torch.randint(2, shape, generator=generator).to(tensor.dtype)
+        return found.to(tensor.device)
+
+    return on_tensors(one, stand_in)

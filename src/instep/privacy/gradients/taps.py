@@ -1,0 +1,185 @@
+"""Inputs of plain layers and what is sent back to them, in one backward pass for many samples.
+
+Zeros are added to the output of a layer, and it is they that are differentiated: their gradient is
+what is sent back, and what the layer read is remembered. Under `vmap` each sample has its own of
+both, as if it were alone. Way in: `Taps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.privacy.gradients.products import (
+    ConvolutionGradients,
+    EmbeddingGradients,
+    LinearGradients,
+    SampleGradients,
+    WholeGradients,
+)
+
+
+class Tapped(NamedTuple):
+    """A layer that is called once for a sample."""
+
+    layer: nn.Linear | nn.Conv2d | nn.Embedding
+    weight: int
+    """Place among the parameters."""
+    bias: int | None
+    shape: tuple[int, ...]
+    """Shape of its output for one sample; the first dimension is 1."""
+
+
+class Taps:
+    """Layers of a model of which gradients need not be made by the backward pass.
+
+    Args:
+        model: whose.
+        parameters: that are trained.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        places = {id(each): place for place, each in enumerate(parameters)}
+        layers = [each for each in model.modules() if _is_plain(each)]
+        uses: dict[int, int] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        self._places = places
+        self._layers = [
+            each
+            for each in layers
+            if id(each.weight) in places
+            and all(uses[id(own)] == 1 for own in each._parameters.values() if own is not None)
+        ]
+        self._calls: list[tuple[nn.Module, Any, Tensor]] | None = None
+        self._added: list[Tensor] = []
+        self._read: dict[int, Tensor] = {}
+        self.tapped: list[Tapped] = []
+
+    def look(self, calls: Any) -> None:
+        """Find the layers that are called once, with one tensor.
+
+        Args:
+            calls: a function that runs a forward pass of one sample.
+        """
+        self._calls = []
+        with self._hooked(self._layers), torch.no_grad():
+            calls()
+        seen: dict[int, int] = {}
+        for layer, _, _ in self._calls:
+            seen[id(layer)] = seen.get(id(layer), 0) + 1
+        self.tapped = [
+            self._as_tapped(layer, output)
+            for layer, given, output in self._calls
+            if seen[id(layer)] == 1 and len(given) == 1 and _fits(layer, given[0], output)
+        ]
+        self._calls = None
+
+    def _as_tapped(self, layer: Any, output: Tensor) -> Tapped:
+        bias = getattr(layer, "bias", None)
+        place = self._places.get(id(bias)) if bias is not None else None
+        return Tapped(layer, self._places[id(layer.weight)], place, tuple(output.shape))
+
+    @property
+    def covered(self) -> set[int]:
+        """Places of the parameters whose gradients these layers give."""
+        pairs = ((each.weight, each.bias) for each in self.tapped)
+        return {place for pair in pairs for place in pair if place is not None}
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that are kept of a sample."""
+        return sum(2 * torch.Size(each.shape).numel() for each in self.tapped)
+
+    def zeros(self) -> list[Tensor]:
+        """Something to add to the output of each, whose gradient is what is sent back to it."""
+        return [torch.zeros(t.shape, device=t.layer.weight.device) for t in self.tapped]
+
+    @contextmanager
+    def adding(self, added: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+        """In this context a forward pass adds these to the outputs.
+
+        Returns:
+            By place of the weight, what the layer read.
+        """
+        self._added, self._read = added, {}
+        with self._hooked([each.layer for each in self.tapped]):
+            yield self._read
+        self._added = []
+
+    @contextmanager
+    def _hooked(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        handles = [each.register_forward_hook(self._hook) for each in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+        if self._calls is not None:
+            self._calls.append((layer, given, output))
+            return None
+        number = next(n for n, each in enumerate(self.tapped) if each.layer is layer)
+        self._read[self.tapped[number].weight] = given[0]
+        return output + self._added[number]
+
+    def gradients(
+        self, read: Mapping[int, Tensor], sent: Sequence[Tensor]
+    ) -> Iterator[tuple[int, SampleGradients]]:
+        """Gradients, each with the place of its parameter.
+
+        Args:
+            read: by place of the weight, [samples, 1, ...] what the layer read.
+            sent: of each layer, [samples, 1, ...] what was sent back to its output.
+        """
+        for (layer, weight, bias, _), back in zip(self.tapped, sent, strict=True):
+            given = read[weight]
+            if isinstance(layer, nn.Conv2d):
+                sent_back = back.flatten(0, 1).flatten(2)
+                yield weight, ConvolutionGradients(layer, given.flatten(0, 1), sent_back)
+                if bias is not None:
+                    yield bias, WholeGradients(sent_back.sum(2))
+                continue
+            each = back.flatten(1, -2)
+            if isinstance(layer, nn.Embedding):
+                yield (
+                    weight,
+                    EmbeddingGradients(
+                        given.flatten(1), each, layer.num_embeddings, layer.padding_idx
+                    ),
+                )
+                continue
+            yield weight, LinearGradients(given.flatten(1, -2), each)
+            if bias is not None:
+                yield bias, WholeGradients(each.sum(1))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer does what its class does, and nothing besides."""
+    if type(layer) not in (nn.Linear, nn.Conv2d, nn.Embedding) or "forward" in vars(layer):
+        return False
+    if isinstance(layer, nn.Conv2d):
+        zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        if layer.groups > 1 or not zeros:
+            return False
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks
+    plain = not any(hooks) and not layer._backward_pre_hooks
+    return plain and not getattr(layer, "scale_grad_by_freq", False)
+
+
+def _fits(layer: nn.Module, given: Any, output: Any) -> bool:
+    """Whether a call is one of a single sample, with tensors whose first dimension is 1."""
+    dims = {nn.Embedding: range(1, 99), nn.Conv2d: range(4, 5)}.get(type(layer), range(2, 99))
+    return (
+        isinstance(given, Tensor)
+        and isinstance(output, Tensor)
+        and given.dim() in dims
+        and given.shape[0] == output.shape[0] == 1
+        and output.dtype == torch.float32
+    )
