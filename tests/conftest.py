@@ -25,7 +25,15 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "600")  # Ray itself gives
 hypothesis.settings.register_profile("instep", deadline=None)
 hypothesis.settings.load_profile("instep")
 
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
+LOADED = (
+    *("torch", "torch.distributed.fsdp", "torch._dynamo", "numba", "pytest"),
+    *("instep.comm.torch_comm", "instep.comm.memory", "instep.comm.codecs.kernels"),
+    *("instep.engine.gradients", "instep.engine.passes", "instep.engine.state.buffers"),
+    *("instep.sync.base", "instep.sync.all_reduce", "instep.sync.delayed"),
+)
+"""What ranks in processes of their own import in some test: each is a fork that has it already."""
+
+multiprocessing.set_forkserver_preload(LOADED)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

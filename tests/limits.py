@@ -10,12 +10,14 @@ that says what it bought. Lines of the package have no limit: they grow with wha
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "instep"
@@ -45,28 +47,33 @@ class Module:
         text = path.read_text(encoding="utf-8")
         self.lines = text.count("\n")
         self.tree = ast.parse(text)
-        self.nodes = list(ast.walk(self.tree))
+        self._nodes = defaultdict[type, list[Any]](list)
+        for node in _all_below(self.tree):
+            self._nodes[type(node)].append(node)
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         self.is_package = parts[-1] == "__init__"
         self.name = ".".join(parts[:-1] if self.is_package else parts)
 
+    def of(self, *kinds: type[ast.AST]) -> list[Any]:
+        """All nodes of these kinds."""
+        return [node for kind in kinds for node in self._nodes.get(kind, ())]
+
     @property
     def classes(self) -> list[ast.ClassDef]:
         """All classes, nested ones too."""
-        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        return self.of(ast.ClassDef)
 
     @property
     def functions(self) -> list[Function]:
         """All functions and methods, nested ones too."""
-        return [node for node in self.nodes if isinstance(node, Function)]
+        return self.of(ast.FunctionDef, ast.AsyncFunctionDef)
 
     @property
     def texts(self) -> Iterator[str]:
         """Docstrings, and the strings that stand below an attribute."""
-        for node in self.nodes:
-            value = node.value if isinstance(node, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield value.value
+        for node in self.of(ast.Expr):
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                yield node.value.value
 
     def imported(self, known: set[str]) -> set[str]:
         """The modules of the package that it imports when it is imported, or for types."""
@@ -81,6 +88,19 @@ class Module:
                 continue
             found.update(name for name in names if name in known and name != self.name)
         return found
+
+
+def _all_below(tree: ast.AST) -> Iterator[ast.AST]:
+    """As `ast.walk`, in another order and half the time."""
+    left = [tree]
+    while left:
+        yield (node := left.pop())
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, ast.AST):
+                left.append(value)
+            elif isinstance(value, list):
+                left += (each for each in value if isinstance(each, ast.AST))
 
 
 def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
@@ -104,13 +124,8 @@ def length(function: Function) -> int:
 def foreign(module: Module) -> int:
     """Assignments to an attribute of another object than `self`."""
     count = 0
-    for node in module.nodes:
-        if isinstance(node, ast.Assign):
-            targets = list(node.targets)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        else:
-            continue
+    for node in module.of(ast.Assign, ast.AugAssign, ast.AnnAssign):
+        targets = list(node.targets) if isinstance(node, ast.Assign) else [node.target]
         flat = chain(*(t.elts if isinstance(t, ast.Tuple) else [t] for t in targets))
         count += sum(isinstance(t, ast.Attribute) and not _is_own(t.value) for t in flat)
     return count
@@ -122,8 +137,7 @@ def _is_own(node: ast.AST) -> bool:
 
 def asserted(module: Module) -> int:
     """`assert x is not None`, also as one of several."""
-    tests = (node.test for node in module.nodes if isinstance(node, ast.Assert))
-    return sum(_says_not_none(test) for test in tests)
+    return sum(_says_not_none(node.test) for node in module.of(ast.Assert))
 
 
 def _says_not_none(test: ast.AST) -> bool:
@@ -139,11 +153,11 @@ def asked_for_strategy(module: Module) -> int:
     """`isinstance` of a class that comes from `instep.sync`."""
     of_sync = {
         alias.asname or alias.name
-        for node in module.nodes
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("instep.sync")
+        for node in module.of(ast.ImportFrom)
+        if (node.module or "").startswith("instep.sync")
         for alias in node.names
     }
-    calls = [n for n in module.nodes if isinstance(n, ast.Call) and len(n.args) == 2]
+    calls = [n for n in module.of(ast.Call) if len(n.args) == 2] if of_sync else []
     asked = [n.args[1] for n in calls if isinstance(n.func, ast.Name) and n.func.id == "isinstance"]
     names = ({each.id for each in ast.walk(a) if isinstance(each, ast.Name)} for a in asked)
     return sum(bool(each & of_sync) for each in names)
@@ -152,10 +166,10 @@ def asked_for_strategy(module: Module) -> int:
 def compared_names(module: Module) -> int:
     """Comparisons of `sync.name`."""
     count = 0
-    for node in module.nodes:
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            count += any(ast.unparse(side).endswith("sync.name") for side in sides)
+    for node in module.of(ast.Compare):
+        sides = [node.left, *node.comparators]
+        named = [side for side in sides if isinstance(side, ast.Attribute) and side.attr == "name"]
+        count += any(ast.unparse(side).endswith("sync.name") for side in named)
     return count
 
 
@@ -194,7 +208,14 @@ def circles(modules: list[Module]) -> int:
 
 def measured() -> dict[str, int]:
     """All figures, by the names in `limits.toml`."""
-    modules = [Module(path) for path in sorted(PACKAGE.rglob("*.py"))]
+    gc.disable()  # a tree stays to the end: looking for garbage takes as long as all the rest
+    try:
+        return _measured([Module(path) for path in sorted(PACKAGE.rglob("*.py"))])
+    finally:
+        gc.enable()
+
+
+def _measured(modules: list[Module]) -> dict[str, int]:
     classes = [each for module in modules for each in module.classes]
     functions = [each for module in modules for each in module.functions]
     names = Counter(each.name for each in classes)

@@ -10,8 +10,8 @@ from .mutants import MUTANTS, mutated
 from .run import main
 from .world import tell
 
-IN_THE_SUITE, IN_ALL = [*range(150), 316, 790], 10_000
-"""Seeds. In 316 a member is killed after it has handed over, and in 790 a group is stuck."""
+IN_THE_SUITE, IN_ALL = (9, 22, 31, 36, 42, 43, 106, 107, 114, 118, 127, 134, 140, 316, 790), 10_000
+"""Seeds whose stories have together what they are to be about; `make simulate` tells all others."""
 
 
 QUICK = [
@@ -45,7 +45,7 @@ def first_broken(seeds):
 
 @pytest.fixture(scope="module")
 def stories():
-    """The lines of a few hundred stories; each promise was looked after while they were told."""
+    """The lines of a few stories; each promise was looked after while they were told."""
     return [tell(seed, verbose=True).engine.story for seed in IN_THE_SUITE]
 
 

@@ -221,12 +221,14 @@ def test_an_optimizer_that_looks_at_more_than_its_rows_is_refused_in_a_shard(nam
         in_parts((WHOLE | BY_PARAMETER)[name], rows=True)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", [*BY_PARAMETER, *BY_ELEMENT])
 def test_an_optimizer_that_needs_no_other_parameter_is_taken_in_stages(name, dtype):
     assert in_parts((BY_PARAMETER | BY_ELEMENT)[name], dtype) == ""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", BY_ELEMENT)
 def test_an_optimizer_that_needs_no_other_element_is_taken_in_a_shard(name, dtype):
@@ -243,6 +245,7 @@ def test_optimizers_of_matrices_are_taken_in_stages(name):
         assert in_parts(make, torch.float32) == ""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ["clips at 5", "skips above 7", "SGD that clips"])
 def test_they_are_refused_in_any_type(name, dtype):
@@ -302,6 +305,7 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_on_servers(name):
         served(WHOLE[name])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", [*BY_PARAMETER, "schedule-free"])
 def test_an_optimizer_that_needs_no_other_parameter_is_taken_on_servers(name, dtype):
