@@ -82,6 +82,23 @@ def first_batch(result: Any) -> Answer:
     return found(result["global"]["mb"], " MB", 0, spread)
 
 
+def _of_a_billion(result: Any) -> list[tuple[str, Any]]:
+    """Those that torch does not limit to fewer."""
+    return [(way, each) for way, each in result["results"].items() if each["samples"] >= 10**9]
+
+
+def planned_epoch(result: Any) -> Answer:
+    every = {way: max(each["epoch_cpu_s"]) for way, each in _of_a_billion(result)}
+    longest = max(every, key=lambda way: every[way])
+    return found(every[longest], " s", 3, f"{len(every)} ways; the longest is `{longest}`")
+
+
+def planned_memory(result: Any) -> Answer:
+    every = {way: each["mb"] for way, each in _of_a_billion(result)}
+    most = max(every, key=lambda way: every[way])
+    return found(every[most], " MB", 0, f"{len(every)} ways; the most has `{most}`")
+
+
 HUGGING_FACE = "Hugging Face `datasets`, two processes"
 
 QUESTIONS = (
@@ -138,6 +155,22 @@ QUESTIONS = (
         data_parts,
         most=5,
         unit=" %",
+    ),
+    Question(
+        "an epoch of 10^9 samples is planned and a batch taken: processor time",
+        "planned",
+        "billion",
+        planned_epoch,
+        most=1,
+        unit=" s",
+    ),
+    Question(
+        "the same: memory, the counts of classes included",
+        "planned",
+        "billion",
+        planned_memory,
+        most=100,
+        unit=" MB",
     ),
     Question(
         "classes of a batch in the windowed order: chi-square",
