@@ -89,7 +89,7 @@ class Asked:
         missed = defaultdict[str, int](int)
         for now, name, each, held in self.said:
             kinds = [("ends", each.ends_s, ended[name])]
-            if not held:
+            if not held and began[name] >= now:  # else it is parked, and starts again
                 kinds.append(("starts", each.starts_s, began[name]))
             for kind, said_s, moment in kinds:
                 if said_s is None:

@@ -52,6 +52,32 @@ def drained(result: Any) -> Answer:
     return found(every, " s", 1, f"load {min(load):.0f} to {max(load):.0f} on two cores")
 
 
+def foreseen(kind: str) -> Ask:
+    """Percent of starts or ends that were said within 15 %, for the worse number of cores."""
+
+    def ask(result: Any) -> Answer:
+        def parts(way: str) -> list[float]:
+            keys = [f"{cores}_cores_{way}_known" for cores in (2, 16)]
+            return [100 * result[key][kind]["within_15"] for key in keys]
+
+        later = " and ".join(f"{part:.0f} %" for part in parts("arriving"))
+        return found(parts("all_at_once"), " %", 0, f"simulated; where others come later {later}")
+
+    return ask
+
+
+def beside(rival: str) -> Ask:
+    """Mean completion of jobs beside a rival's, in Pollux's simulator: of each load."""
+
+    def ask(result: Any) -> Answer:
+        means = [each["mean_completion_s"] for each in result["loads"]]
+        ratios = [each["pool_1s"] / each[rival] for each in means]
+        counts = ", ".join(f"{each['workloads']} at {each['load']:g}" for each in result["loads"])
+        return found(ratios, spread=f"workloads by load: {counts}")
+
+    return ask
+
+
 LATENCY, POLICY = "pool-latency(-quiet)?", "pool-policy(-again)?"
 
 QUESTIONS = (
@@ -101,6 +127,33 @@ QUESTIONS = (
     ),
     Question(
         "a drained host is free, its job at a commit", "pool", "pool-hosts", drained, unit=" s"
+    ),
+    *(
+        Question(
+            f"{kind} of jobs that are said to within 15 %",
+            "pool",
+            "pool-ahead",
+            foreseen(kind),
+            least=80,
+            unit=" %",
+        )
+        for kind in ("starts", "ends")
+    ),
+    Question(
+        "mean completion in Pollux's simulator, batches unchanged",
+        "pool",
+        "pollux-simulator",
+        beside("pollux_published"),
+        "Pollux, which changes batches",
+        most=1.1,
+    ),
+    Question(
+        "the same",
+        "pool",
+        "pollux-simulator",
+        beside("tiresias_published"),
+        "Tiresias",
+        most=0.75,
     ),
     Question("cores busy while anything fits", "pool", POLICY, busy, least=95, unit=" %"),
 )

@@ -33,6 +33,9 @@ SHORT_FIRST = 0.5
 
 LEAST_EFFICIENCY = 0.25
 
+UNMEASURED = 4
+"""Workers that a job has before its steps are measured; then at most twice as many as were."""
+
 UNKNOWN_S = 600.0
 """A job whose length is not known is taken to need so many seconds of one worker."""
 
@@ -187,8 +190,10 @@ def _may_grow(
 ) -> bool:
     workers = found[job.id] + job.unit
     within = totals[job.share] + job.unit <= state.limits.get(job.share, workers + state.cores)
-    useful = curve_of(job.paces).speed(workers) / workers >= LEAST_EFFICIENCY
-    return workers <= job.at_most and job.unit <= free and within and useful
+    speed = curve_of(job.paces).speed
+    useful = speed(workers) / workers >= LEAST_EFFICIENCY and speed(workers) > speed(found[job.id])
+    seen = workers <= max(UNMEASURED, 2 * job.paces[-1][0] if job.paces else 0)
+    return workers <= job.at_most and job.unit <= free and within and useful and seen
 
 
 def gain(job: PoolJob, workers: int, left_s: float) -> float:

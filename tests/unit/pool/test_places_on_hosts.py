@@ -62,7 +62,7 @@ def told(state, now):
 
 
 def test_in_every_story_no_host_has_more_than_its_places_and_all_jobs_end():
-    seen = [hosted_story(seed) for seed in range(80)]
+    seen = [hosted_story(seed) for seed in range(110)]
     assert sum(each["kills"] for each in seen) > 100
     assert sum(each["losses"] for each in seen) > 10
     assert sum(each["moves"] for each in seen) > 20
