@@ -8,7 +8,7 @@ import traceback
 from contextlib import contextmanager
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from instep.data.reading.streams.given import GivenStream
 from instep.data.reading.streams.once import TRIED, KeptSamples, OncePart
@@ -88,6 +88,12 @@ def forked(body):
         os.waitpid(pid, 0)
 
 
+def held_by_another(kept, *parts):
+    """Whether another process can have them."""
+    with forked(lambda: os._exit(0 if all(map(kept.hold, parts)) else 9)) as pid:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0
+
+
 def wait_until(happened):
     until = time.monotonic() + LIMIT_S
     while not happened():
@@ -147,6 +153,14 @@ def test_committed_windows_give_their_memory_back_and_cannot_be_read_again(sourc
     assert other.sample(TRIED, 0)[0] == 99 * WINDOW  # a trial takes what comes next
 
 
+def test_a_part_stays_locked_when_memory_is_given_back(kept):
+    assert kept.hold(0)
+    kept.add(0, 0, b"one")
+    kept.drop(0, before=1)
+    assert kept.samples(0, 0) == []
+    assert not held_by_another(kept, 0)
+
+
 def test_what_is_left_of_another_window_does_not_count(kept):
     after = 0
     for each in (b"one", b"two", b"three"):
@@ -180,8 +194,21 @@ def test_a_stream_of_it_gives_all_samples_in_its_order_and_lets_go_of_its_parts(
     order = Turns(plan, 5, 10).indices(0, 0, 40)
     assert sorted(row["number"] for row in stream.__getitems__(order)) == list(range(40))
     stream.answer(LET_GO)
-    with forked(lambda: os._exit(0 if kept.hold(0) and kept.hold(1) else 9)) as pid:
-        wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert found.si_status == 0
+    assert held_by_another(kept, 0, 1)
     assert stream.few(5) == []
+
+
+def test_many_parts_are_each_begun_once(kept):
+    begun, parts = [], 80
+
+    class Counted(IterableDataset):
+        def __iter__(self):
+            begun.append(get_worker_info().id)
+            yield from range(1000)
+
+    plan = StreamPlan(parts, 4, True, None, 1000 * parts)
+    stream = Stream(GivenStream(Counted()), plan, 5, once=kept)
+    order = Turns(plan, 5, parts)
+    for position in range(8 * parts):  # a micro-batch of one part
+        stream.__getitems__(order.indices(0, position, position + 1))
+    assert sorted(begun) == [*range(parts)]

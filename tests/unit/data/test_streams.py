@@ -303,12 +303,34 @@ def test_states_keep_their_types():
         7: [1, (2.5, None), {"b": b"x"}],
         "tensor": torch.arange(6).view(2, 3),
         "count": np.int64(5),
+        "seen": (np.float32(0.1), np.float64(0.1)),  # a batch of either has its type
+        "name": np.str_("x"),
     }
+    narrow = torch.ones(2, 1, dtype=torch.bfloat16)
+    assert torch.equal(unpacked(packed(narrow)), narrow)
     found = unpacked(packed(state))
+    assert [type(each) for each in found["seen"]] == [np.float32, np.float64]
     assert found.pop("tensor").tolist() == state.pop("tensor").tolist()
     assert found == state
     with pytest.raises(TypeError):
         packed({"open": object()})
+    with pytest.raises(TypeError):
+        packed(np.zeros(1, [("a", "<f4")]))  # names of fields would be lost
+
+
+def test_parts_that_are_read_in_turn_stay_open():
+    begun, parts = [], 80
+
+    class Counted(IterableDataset):
+        def __iter__(self):
+            begun.append(get_worker_info().id)
+            yield from range(1000)
+
+    stream = Stream(GivenStream(Counted()), StreamPlan(parts, 4, False, None, 9000), 5)
+    for step in range(6):
+        for part in range(parts):
+            stream[stream.plan.number(part, 0, step)]
+    assert len(begun) <= 2 * parts  # once it is seen how long a part is not wanted
 
 
 def test_an_iterator_of_its_own_may_have_the_state(tmp_path):

@@ -11,8 +11,8 @@ It knows no steps, only positions. Ways in: `KeptSamples`, `OncePart`.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
-import mmap
 import os
 import struct
 import time
@@ -37,6 +37,9 @@ _LOCKS = 1 << 62
 """Where in the file the parts are locked: nothing is written there."""
 
 _NUMBER, _HEAD = struct.Struct("<Q"), struct.Struct("<II")
+
+_PUNCH_HOLE = 0x01 | 0x02
+"""Linux: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE."""
 
 TRIED = 1
 """In the place of an epoch: what a trial takes for the first samples are those that come next."""
@@ -127,8 +130,7 @@ class KeptSamples:
             if 0 < self._number(begin) <= before:
                 self._set(begin, 0)
                 end = os.lseek(self._file, begin, os.SEEK_HOLE)
-                with mmap.mmap(self._file, end - begin, offset=begin) as memory:
-                    memory.madvise(mmap.MADV_REMOVE)
+                _give_back(self._file, begin, end - begin)
 
     def _slot(self, part: int, window: int) -> int:
         return _PART * (1 + part) + _SLOT * (1 + window % _SLOTS)
@@ -159,6 +161,15 @@ class KeptSamples:
         while body:
             done = os.pwrite(self._file, body, at)
             body, at = body[done:], at + done
+
+
+def _give_back(file: int, begin: int, size: int) -> None:
+    """Give back memory of a file. A mapping has a descriptor of its own, and the process would lose
+    all that it has locked when that is closed."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    if fallocate(file, _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(size)):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 class OncePart:

@@ -33,7 +33,8 @@ HEAD = 32
 """Samples by which parts are compared."""
 
 _IDLE = 64
-"""A part of which so many reads have wanted nothing is closed."""
+"""A part of which so many reads have wanted nothing is closed, and twice as many as any part that
+was wanted again has waited."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -73,7 +74,7 @@ class Stream:
         self._first_file, self.once = first_file, once
         self._parts: dict[int, StreamPart | OncePart] = {}
         self._used: dict[int, int] = {}
-        self._reads = 0
+        self._reads, self._idle = 0, _IDLE
         self._counting: Iterator[list[int]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,8 +107,12 @@ class Stream:
         self._reads += 1
         places = [self.plan.place(int(number)) for number in numbers]
         found = [self._part(place.part).sample(place.epoch, place.at) for place in places]
-        for part in [p for p, at in self._used.items() if at < self._reads - _IDLE]:
-            self._close(part)
+        if (
+            self.once is None
+        ):  # else only `LET_GO` closes one: what comes next is not to be had anew
+            idle = self._reads - self._idle
+            for part in [p for p in self._parts if self._used[p] < idle]:
+                self._close(part)
         return found
 
     def named(self, number: int) -> str:
@@ -159,6 +164,7 @@ class Stream:
         yield sizes
 
     def _part(self, number: int) -> StreamPart | OncePart:
+        self._idle = max(self._idle, 2 * (self._reads - self._used.get(number, self._reads)))
         self._used[number] = self._reads
         if number not in self._parts and self.once is not None:
             self._parts[number] = OncePart(self.given, self.plan, number, self._seed, self.once)
@@ -168,7 +174,6 @@ class Stream:
 
     def _close(self, number: int) -> None:
         part = self._parts.pop(number)
-        del self._used[number]
         if isinstance(part, OncePart):
             part.close()
 
