@@ -27,9 +27,9 @@ TOLD = [
 """Results of trials, the larger the better."""
 
 
-def make_search(folder: Path, *, trials: int = 8) -> Path:
+def make_search(folder: Path, *, trials: int = 8, **more: object) -> Path:
     """A folder of a search of which five trials are told and one more is chosen."""
-    search = {"trials": trials, "space": SPACE, "prune": "median", "rungs": [1, 3]}
+    search = {"trials": trials, "space": SPACE, "prune": "median", "rungs": [1, 3]} | more
     stop = {"metric": "accuracy", "mode": "max"}
     job = build({"recipe": "a.py:b", "search": search, "stop": stop}, source="a test")
     folder.mkdir(parents=True)

@@ -6,6 +6,7 @@ Inside instep all numbers are in SI units, with the unit in the name (`wait_s`,
 
 from __future__ import annotations
 
+import math
 import re
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -66,9 +67,10 @@ def bytes_in(text: str) -> int:
         ValueError: it is no such text.
     """
     found = re.fullmatch(rf"({_NUMBER})\s*([kMGTP]?B)?", text.strip())
-    if found is None:
+    size = float(found[1]) * 1000 ** _BYTES.index(found[2] or "B") if found else math.inf
+    if not math.isfinite(size):
         raise ValueError(f"{text!r} is no size in bytes, such as '64GB'")
-    return int(float(found[1]) * 1000 ** _BYTES.index(found[2] or "B"))
+    return int(size)
 
 
 def host_and_port(text: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from instep.pool.hosts.placement import BACK_S, all_away
 from instep.pool.jobs import (
     ENDED,
     RUNNING,
+    WAITING,
     DrainAsked,
     HostAway,
     HostSeen,
@@ -24,6 +25,21 @@ from instep.pool.jobs import (
 from instep.pool.paces.curve import speed
 from instep.pool.scheduler import LATER, SCALED, JobSight, PoolScheduler
 from simulation.pooled import Disk, Killed
+
+
+class CheckedDisk(Disk):
+    """Refuses entries that give what nobody may give."""
+
+    def write(self, event, before, after):
+        for job in after.jobs.values():
+            was = before.jobs.get(job.id)
+            for name, workers in job.places.items():
+                more = workers - (was.places.get(name, 0) if was else 0)
+                assert more <= 0 or after.hosts[name].away is None, f"{name} is out of reach: {job}"
+            if job.status == RUNNING and (was is None or was.status == WAITING):
+                here = [n for n, host in after.hosts.items() if host.workers.get(job.id)]
+                assert all(after.hosts[n].away is not None for n in here), f"it is there: {job}"
+        super().write(event, before, after)
 
 
 class HostedRun:
@@ -189,7 +205,7 @@ def hosted_story(seed: int) -> dict[str, int]:
     }
     cores = sum(host.cores for host in hosts.values())
     empty = PoolState(cores=cores, weights={"a": 2.0}, hosts=hosts)
-    disk, world, kills = Disk(draw, chance), MadeUpHosts(draw, hosts, chance), 0
+    disk, world, kills = CheckedDisk(draw, chance), MadeUpHosts(draw, hosts, chance), 0
     disk.state = empty
     waiting: list[tuple[float, object]] = []
     for number in range(draw.randint(2, 10)):

@@ -219,7 +219,7 @@ def _start(args: argparse.Namespace, pool: object) -> int:
     from instep.pool.jobs import PoolSpec
     from instep.pool.pool_file import SPEC, PoolFolder, pool_of
     from instep.pool.pool_journal import FILE
-    from instep.pool.serve import check_journal
+    from instep.pool.serve import check_journal, check_listening
 
     assert isinstance(pool, PoolFolder)
     if pool.scheduled:
@@ -231,6 +231,7 @@ def _start(args: argparse.Namespace, pool: object) -> int:
     journal = pool.folder / FILE
     if journal.exists():
         check_journal(pool)
+        check_listening(pool)
     words = ["pool", "--pool", str(pool.folder.resolve()), "serve"]
     started = detached.start(words, pool.lock, pool.log)
     deadline = time.monotonic() + START_S
@@ -245,6 +246,20 @@ def _start(args: argparse.Namespace, pool: object) -> int:
         for name, command in pool.joining().items():
             say(f"host    {name}: {command}")
         say("next    instep submit job.toml")
+    return 0
+
+
+def _status(args: argparse.Namespace, pool: object) -> int:
+    from instep.pool.notice import notice_in
+    from instep.pool.pool_file import PoolFolder
+    from instep.pool.view import status_table
+
+    assert isinstance(pool, PoolFolder)
+    if not args.json:
+        return list_jobs(args)
+    scheduled = pool.scheduled
+    table = status_table(pool.state(), scheduled, notice_in(pool.folder) if scheduled else "")
+    print(json.dumps(table))
     return 0
 
 
@@ -319,7 +334,7 @@ def _command(args: argparse.Namespace, pool: object) -> int:
 
 _ACTIONS = {
     "start": _start,
-    "status": lambda args, _: list_jobs(args),
+    "status": _status,
     "drain": _drain,
     "stop": _stop,
     "serve": _serve,

@@ -13,6 +13,7 @@ from typing import Any
 
 from instep.errors import InstepError
 from instep.pool.ahead.forecast import JobForecast, forecast
+from instep.pool.hosts.placement import with_hosts
 from instep.pool.jobs import ENDED, PoolState
 from instep.pool.pool_file import SPEC, PoolFolder
 from instep.pool.pool_journal import FILE as JOURNAL
@@ -87,6 +88,7 @@ def pool_sections(folder: Path) -> dict[str, Any]:
     pool = PoolFolder(folder)
     state, scheduled = pool.state(), pool.scheduled
     now = time.time()
+    state = with_hosts(state, now)
     ahead = forecast(state, now, most=LISTED)
     tables = {table["id"]: table for table in as_tables(state, now, ahead)}
     ended = sorted(

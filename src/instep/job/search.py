@@ -72,6 +72,13 @@ class SearchSpec(Section, frozen=True, kw_only=True):
         """The values of each key of a grid, in the same order."""
         return [points(key, each) for key, each in self.ranges.items()]
 
+    @property
+    def count(self) -> int:
+        """Number of trials: a grid may have fewer points than `trials`."""
+        if self.sampler != "grid":
+            return self.trials
+        return min(self.trials, math.prod(len(each) for each in self.grid))
+
     def __post_init__(self) -> None:
         ranges = self.ranges
         for key in ranges:

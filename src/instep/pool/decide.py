@@ -197,7 +197,7 @@ def _counted(state: PoolState, now: float) -> PoolState:
     used = {share: seconds * keep for share, seconds in state.used.items()}
     if state.at:
         for job in state.jobs.values():
-            if job.held:
+            if job.held and job.status in (RUNNING, STOPPING):
                 used[job.share] = used.get(job.share, 0.0) + job.held * passed
     return replace(state, used=used, at=now)
 

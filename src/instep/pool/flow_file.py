@@ -17,6 +17,7 @@ import msgspec
 
 from instep.errors import SpecError, file_beside, near_miss
 from instep.pool.flows import AFTER_END, COMPLETED, FAILED, SIGNS
+from instep.units import bytes_in
 
 OF_A_RUN = ("loss", "steps", "epochs", "samples", "seconds", "samples_per_second")
 """Figures of every run; those of its last validation are `metrics.NAME`."""
@@ -42,6 +43,8 @@ class FlowJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     when: str = COMPLETED
     at_least: int | None = None
     at_most: int | None = None
+    memory: str = ""
+    """Memory of a worker on a host of the pool, such as `"4GB"`; empty: nobody counts it."""
     priority: int | None = None
     share: str = ""
 
@@ -113,6 +116,15 @@ def flow_of(path: Path) -> FlowSpec:
     return msgspec.structs.replace(spec, job=jobs)
 
 
+def memory_of(job: FlowJob) -> int:
+    """Bytes that a worker of a job needs on a host; 0: nobody counts them.
+
+    Raises:
+        ValueError: its `memory` is no size.
+    """
+    return bytes_in(job.memory) if job.memory else 0
+
+
 def when_of(where: str, job: FlowJob) -> When:
     """Needs of a job, of those before it.
 
@@ -133,9 +145,13 @@ def _check(path: Path, spec: FlowSpec, name: str, job: FlowJob) -> None:
         raise SpecError(f"{where} share = {job.share!r}: has a line break or a control character.")
     if any("\0" in word for word in job.command):
         raise SpecError(f"{where} command: a word has a NUL character, which no program can get.")
-    for key in ("set", "at_least", "at_most"):
+    for key in ("set", "at_least", "at_most", "memory"):
         if job.command and getattr(job, key):
             raise SpecError(f"{where} {key}: a command has one worker, and no keys. Leave it out.")
+    try:
+        memory_of(job)
+    except ValueError as error:
+        raise SpecError(f"{where} memory: {error}.") from None
     for other in job.after:
         if other not in spec.job:
             raise SpecError(

@@ -27,7 +27,7 @@ from instep.errors import (
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import PRIVATE, create_plain, read_plain, replace_plain
-from instep.pool.flow_file import METRICS, FlowJob, FlowSpec, flow_of, when_of
+from instep.pool.flow_file import METRICS, FlowJob, FlowSpec, flow_of, memory_of, when_of
 from instep.pool.jobs import (
     COMMAND,
     ENDED,
@@ -42,6 +42,7 @@ from instep.pool.requests import ask
 from instep.pool.submit import (
     bounds_of,
     check_key,
+    check_memory,
     check_share,
     chosen_every,
     like_of,
@@ -86,7 +87,8 @@ def submit_flow(
     for each, job in jobs.items():  # refused ones take no name
         asked = spec.job[each]
         where = f"{path}: [job.{each}]"
-        bounds_of(pool, job, asked.at_least, asked.at_most, asked.share or share, where)
+        least, _ = bounds_of(pool, job, asked.at_least, asked.at_most, asked.share or share, where)
+        check_memory(pool, least, memory_of(asked), f"{where} memory")
     name, new = _claimed(pool, spec, path, key)
     wanted = [
         _pool_job(pool, path, spec, jobs, name, each, priority=priority, share=share)
@@ -212,7 +214,7 @@ def _pool_job(
         unit = jobs[name].mesh.ranks
         least, most = bounds_of(pool, jobs[name], each.at_least, each.at_most, share, where)
         more = {"saves": chosen_every(path.parent / each.file, each.set)}
-        more |= {"like": like_of(jobs[name])}
+        more |= {"like": like_of(jobs[name]), "memory": memory_of(each)}
     return PoolJob(
         id=f"{flow}-{name}",
         share=share,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from instep.pool.flows import verdict
-from instep.pool.jobs import COMMAND, RUNNING, WAITING, PoolJob, PoolState
+from instep.pool.jobs import COMMAND, RUN, RUNNING, WAITING, PoolJob, PoolState
 from instep.pool.paces.curve import curve_of, left_of
 
 USED_S = 300.0
@@ -192,8 +192,15 @@ def _may_grow(
     within = totals[job.share] + job.unit <= state.limits.get(job.share, workers + state.cores)
     speed = curve_of(job.paces).speed
     useful = speed(workers) / workers >= LEAST_EFFICIENCY and speed(workers) > speed(found[job.id])
-    seen = workers <= max(UNMEASURED, 2 * job.paces[-1][0] if job.paces else 0)
+    seen = workers <= most_measured(job)
     return workers <= job.at_most and job.unit <= free and within and useful and seen
+
+
+def most_measured(job: PoolJob) -> int:
+    """Workers that a job may have beyond its `at_least` until its steps are measured with more."""
+    if job.kind != RUN:  # the trials of a search are measured by nobody
+        return job.at_most
+    return max(UNMEASURED, 2 * job.paces[-1][0] if job.paces else 0)
 
 
 def gain(job: PoolJob, workers: int, left_s: float) -> float:

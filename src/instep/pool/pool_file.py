@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -11,13 +13,24 @@ import msgspec
 from instep import detached
 from instep.errors import RunError, SpecError, file_beside
 from instep.plain_file import read_plain, replace_plain
-from instep.pool.jobs import FlowSubmitted, HostSpec, JobSubmitted, PoolHost, PoolSpec, PoolState
+from instep.pool.jobs import (
+    ENDED,
+    FlowSubmitted,
+    HostSpec,
+    JobSubmitted,
+    PoolHost,
+    PoolSpec,
+    PoolState,
+)
 from instep.pool.local_runs import CERTIFICATES
 from instep.pool.pool_journal import PoolJournal
 from instep.pool.requests import pending
 from instep.units import bytes_in, host_and_port
+from instep.words import listed
 
 SPEC = "pool.json"
+
+_HOST = re.compile(r"[A-Za-z0-9._:-]{1,80}")
 
 
 def pool_of(path: Path) -> PoolSpec:
@@ -74,12 +87,29 @@ def _check_hosts(path: Path, spec: PoolSpec) -> None:
             "that the hosts reach."
         )
     for name, host in spec.hosts.items():
+        if not _HOST.fullmatch(name):
+            raise SpecError(
+                f"{path}: hosts.{name!r}: a name has letters, digits, '.', '_', ':' and '-' only, "
+                "80 at most."
+            )
         if host.cores < 1:
             raise SpecError(f"{path}: hosts.{name}.cores needs to be at least 1.")
         try:
             _host(host)
         except ValueError as error:
             raise SpecError(f"{path}: hosts.{name}.memory: {error}.") from None
+        if host.start and not _is_command(host.start):
+            raise SpecError(
+                f"{path}: hosts.{name}.start = {host.start!r}: is no command. Give one that runs "
+                "another command there, such as 'ssh node2'."
+            )
+
+
+def _is_command(text: str) -> bool:
+    try:
+        return bool(shlex.split(text)) and text.isprintable()
+    except ValueError:  # a quotation mark that is alone
+        return False
 
 
 def _host(spec: HostSpec) -> PoolHost:
@@ -103,14 +133,24 @@ class PoolFolder:
         """Make the folder, or change what its pool is.
 
         Raises:
-            RunError: hosts that it had are not there, or have other numbers.
+            RunError: hosts that it had are not there, or have other numbers; or it gets its first
+                ones, and has jobs for this machine alone.
         """
-        before = [*self.spec.hosts] if (self.folder / SPEC).exists() else []
+        is_there = (self.folder / SPEC).exists()
+        before = [*self.spec.hosts] if is_there else []
         if [*spec.hosts][: len(before)] != before:
             raise RunError(
                 f"the pool in {self.folder} has the hosts {', '.join(before)}: new ones are "
                 "named after these. To take one out: instep pool drain HOST"
             )
+        if is_there and spec.hosts and not before:
+            still = [job.id for job in self.state().jobs.values() if job.status != ENDED]
+            if still:
+                raise RunError(
+                    f"the pool in {self.folder} has no hosts yet, and was given {listed(still, 3)} "
+                    "for this machine alone. Let that end, or cancel it, or start another pool "
+                    "with --pool."
+                )
         self.jobs.mkdir(parents=True, exist_ok=True)
         (self.folder / "inbox").mkdir(exist_ok=True)
         if not Path(spec.runs).is_absolute():

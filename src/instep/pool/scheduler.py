@@ -168,3 +168,5 @@ class PoolScheduler:
                 elif answer == REFUSED:
                     workers = self._hands.look(job).workers
                     self.take(ResizeRefused(job.id, workers), now)
+                    kept = self.state.jobs[job.id]
+                    self._asked[job.id] = kept.places or kept.target

@@ -134,6 +134,16 @@ def check_journal(pool: PoolFolder) -> None:
         journal.close()
 
 
+def check_listening(pool: PoolFolder) -> None:
+    """Listen for a moment where the hosts of a pool without a scheduler join, as `serve` will.
+
+    Raises:
+        SpecError: nothing can listen there.
+    """
+    if pool.spec.hosts:
+        _gate(pool).close()
+
+
 def _wait(pool: PoolFolder) -> None:
     """Wait for the next turn, or until there is a request."""
     end = time.monotonic() + TURN_S

@@ -148,17 +148,23 @@ def check_share(where: str, share: str) -> None:
         )
 
 
-def check_memory(pool: PoolFolder, least: int, memory: int) -> None:
+def check_memory(pool: PoolFolder, least: int, memory: int, where: str = "--memory") -> None:
     """Refuse a job whose workers can never have their memory, not even if it were alone.
+
+    Args:
+        pool: whose hosts they have to fit.
+        least: workers without which it does not run.
+        memory: bytes of each.
+        where: that is asked for.
 
     Raises:
         SpecError: it says how many could.
     """
     job = PoolJob(id="", share="", at_least=least, at_most=least, memory=memory)
     if memory and not pool.spec.hosts:
-        raise SpecError("--memory: this pool has no hosts, and counts cores alone. Leave it out.")
+        raise SpecError(f"{where}: this pool has no hosts, and counts cores alone. Leave it out.")
     if memory and (why := refusal(pool.empty, job)):
-        raise SpecError(f"--memory {readable_bytes(memory)}: {why}.")
+        raise SpecError(f"{where} {readable_bytes(memory)}: {why}.")
 
 
 def bounds_of(
@@ -189,7 +195,7 @@ def bounds_of(
             "without hosts."
         )
     if job.search.space:
-        trials = min(job.search.trials, job.search.width)
+        trials = min(job.search.count, job.search.width)
     usable = trials * job.most_workers
     least = at_least if at_least is not None else unit
     most = at_most if at_most is not None else usable

@@ -21,7 +21,7 @@ from instep.pool.jobs import (
     PoolJob,
     PoolState,
 )
-from instep.pool.policy import UNKNOWN_S, plan
+from instep.pool.policy import UNKNOWN_S, most_measured, plan
 from instep.units import readable_bytes, readable_count, readable_seconds
 
 LISTED = 20_000
@@ -127,7 +127,15 @@ def explanation(
     if job.status == RUNNING:
         lines.append(f"workers {job.held} of {job.at_most}, {job.at_least} at least")
         if job.fixed:
-            lines.append("size    its run cannot be resized, so it keeps its workers to its end")
+            lines.append(
+                "size    its run cannot be resized, so it keeps its workers to its end; --at-least "
+                "has it begin with more"
+            )
+        elif job.target < job.at_most and job.target + job.unit > most_measured(job):
+            lines.append(
+                f"size    more than {job.target} once its steps are measured with so many; "
+                "--at-least has more from the start"
+            )
         lines += _ahead_lines(job, _of(state, job, now, ahead), now)
     elif job.status == STOPPING:
         lines.append(f"next    it {how_it_ends(job)}")
@@ -205,6 +213,7 @@ def as_tables(
     """All jobs as plain data, with the Unix seconds at which they start and end, where that is
     known."""
     now = time.time() if now is None else now
+    state = with_hosts(state, now)
     ahead = forecast(state, now, most=LISTED) if ahead is None else ahead
     found = []
     for job in state.jobs.values():
@@ -214,6 +223,30 @@ def as_tables(
         table |= {"starts_at": None if job.held else starts, "ends_at": ends}
         found.append(table)
     return found
+
+
+def status_table(state: PoolState, scheduled: bool, notice: str = "") -> dict[str, Any]:
+    """A pool as plain data: its cores, its hosts, and its jobs."""
+    taken = places_taken(state)
+    hosts = [
+        {
+            "host": name,
+            "cores": host.cores,
+            "memory": host.memory or None,
+            "drained": host.drained,
+            "out_of_reach_since": host.away,
+            "workers": {job: places[name] for job, places in taken.items() if places.get(name)},
+        }
+        for name, host in state.hosts.items()
+    ]
+    return {
+        "cores": sum(host.cores for host in state.hosts.values()) or state.cores,
+        "held": state.held,
+        "scheduled": scheduled,
+        "note": notice or None,
+        "hosts": hosts,
+        "jobs": as_tables(state),
+    }
 
 
 def _moments(job: PoolJob, found: JobForecast | None) -> tuple[str, str]:

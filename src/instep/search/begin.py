@@ -121,7 +121,7 @@ def found_in(folder: Path) -> SearchState:
     """
     with SearchRecord(folder, write=False) as record:
         job = _job_in(record, folder)
-        return SearchState(folder, job, job.search.trials, record.results())
+        return SearchState(folder, job, job.search.count, record.results())
 
 
 def with_overrides(folder: Path, overrides: Collection[str]) -> JobSpec:

@@ -73,9 +73,7 @@ class TrialSampler:
     @property
     def trials(self) -> int:
         """How many trials there are."""
-        if self._spec.sampler != "grid":
-            return self._spec.trials
-        return min(self._spec.trials, math.prod(len(each) for each in self._spec.grid))
+        return self._spec.count
 
     def values(self, number: int, told: Sequence[ToldTrial], running: Sequence[Values]) -> Values:
         """The values of a trial.

@@ -8,14 +8,17 @@ import sys
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from instep import detached
 from instep.cli import main
-from instep.pool.jobs import PoolJob, PoolSpec
+from instep.pool.jobs import PoolJob, PoolSpec, PoolState
 from instep.pool.local_runs import LocalRuns
 from instep.pool.pool_file import PoolFolder
+from instep.pool.scheduler import REFUSED, JobSight, PoolScheduler
 from instep.pool.view import how_it_ends
 from made_up_runs import make_run
+from made_up_searches import make_search
 
 
 @pytest.fixture
@@ -50,6 +53,41 @@ def test_a_pool_is_not_said_to_have_started_if_its_journal_is_damaged(pool, monk
     (pool.folder / "pool.sqlite").write_bytes(b"SQLite format 4" + bytes(1000))
     assert main(["pool", "--pool", str(pool.folder), "start"]) == 6
     assert "not a database" in capsys.readouterr().err
+
+
+def test_a_search_of_a_grid_with_fewer_points_than_trials_is_over_after_its_points(tmp_path, pool):
+    grid = {"seed": [1, 2, 3, 4, 5]}
+    make_search(pool.runs / "net", trials=40, sampler="grid", space=grid)
+    make_search(pool.runs / "more", trials=40, sampler="grid", space={"seed": [*range(6)]})
+    hands = LocalRuns(pool.jobs, pool.runs)
+    job = PoolJob(id="net", share="a", at_least=1, at_most=1, kind="search")
+    assert hands.look(job).outcome == "completed"
+    assert hands.look(replace(job, id="more")).outcome == ""
+
+
+def test_a_scheduler_that_finds_a_run_on_gpus_asks_it_for_nothing_twice():
+    class OnGpus:
+        """Hands of a run that keeps its two workers."""
+
+        asked = 0
+
+        def look(self, job):
+            return JobSight(True, 2)
+
+        def scale(self, job):
+            self.asked += 1
+            return REFUSED
+
+    class Journal(list):
+        def write(self, event, before, after):
+            self.append(event)
+
+    job = PoolJob(id="net", share="a", at_least=2, at_most=2, status="running", target=2, held=2)
+    hands, journal = OnGpus(), Journal()
+    scheduler = PoolScheduler(PoolState(cores=2, jobs={"net": job}, at=1.0), journal, hands)
+    for number in range(20):
+        scheduler.turn([], 1.0 + number / 10)
+    assert (hands.asked, len(journal)) == (1, 1)
 
 
 def test_a_pool_has_one_scheduler_whoever_started_it(pool, capsys):

@@ -92,6 +92,20 @@ def test_of_equal_shares_that_do_not_both_fit_the_one_runs_that_used_less():
     assert state.jobs["x"].status == "stopping"
 
 
+def test_a_job_begins_with_its_least_and_up_to_four_and_a_search_with_all():
+    jobs = [
+        job("all", most=16),
+        job("least", least=12, most=16),
+        job("net", most=16, kind="search"),
+    ]
+    begun = [after(PoolState(cores=16), JobSubmitted(each)) for each in jobs]
+    assert [targets(each) for each in begun] == [{"all": 4}, {"least": 12}, {"net": 16}]
+    said = [explanation(each, *each.jobs.values(), 2.0) for each in begun]
+    assert "more than 4 once its steps are measured" in said[0][2]
+    assert "more than 12 once its steps are measured" in said[1][2]
+    assert not any("measured" in line for line in said[2])
+
+
 def test_a_run_that_refuses_another_size_keeps_its_workers():
     state = after(PoolState(cores=4), JobSubmitted(job("rigid")), JobSubmitted(job("new")))
     state = after(state, ResizeRefused("rigid", 4), TimePassed(), now=20)

@@ -12,6 +12,7 @@ from instep.pool.jobs import (
     ClientEnded,
     FlowNeeds,
     FlowSubmitted,
+    HostSpec,
     PoolJob,
     PoolSpec,
     PoolState,
@@ -207,6 +208,27 @@ def test_a_flow_comes_in_one_request_and_a_metric_that_nobody_reports_in_none(tm
         submit_flow(pool, path)
     assert len([*pending(pool.folder)]) == 3
     assert [line.split()[0] for line in job_lines(pool.state(), 1.0)][1:4] == [*sent.jobs]
+
+
+def test_the_memory_of_a_flows_job_is_counted_on_hosts_and_refused_where_there_are_none(
+    tmp_path, pool
+):
+    path = tmp_path / "heavy.toml"
+    text = '[job.train]\nfile = "job.toml"\nmemory = "{}"\n'
+    path.write_text(text.format("4GB"))
+    with pytest.raises(SpecError, match=r"\[job.train\] memory: this pool has no hosts"):
+        submit_flow(pool, path)
+    hosted = PoolFolder(tmp_path / "hosted")
+    host = HostSpec(cores=2, memory="8GB")
+    hosted.make(PoolSpec(listen="h:1", hosts={"a": host}))
+    submit_flow(hosted, path)
+    assert hosted.state().jobs["heavy-train"].memory == 4_000_000_000
+    path.write_text(text.format("9GB"))
+    with pytest.raises(SpecError, match=r"\[job.train\] memory 9.0 GB: the hosts have room for 0"):
+        submit_flow(hosted, path)
+    path.write_text(text.format("much"))
+    with pytest.raises(SpecError, match=r"\[job.train\] memory: 'much' is no size"):
+        flow_of(path)
 
 
 def test_again_needs_a_flow_that_has_failed_and_the_same_jobs(tmp_path, pool):

@@ -1,11 +1,13 @@
 """Places on the hosts of a pool: gangs, drains, hosts out of reach; and the machines' own end."""
 
+import socket
 import sys
 
 import pytest
 from msgspec.structs import replace
 
 from instep import detached
+from instep.cli import main
 from instep.errors import RunError, SpecError
 from instep.pool.decide import decide
 from instep.pool.hosts.attending import Attendance
@@ -27,8 +29,17 @@ from instep.pool.jobs import (
 )
 from instep.pool.pool_file import PoolFolder, pool_of
 from instep.pool.pool_journal import PoolJournal
+from instep.pool.scheduler import REFUSED, JobSight, PoolScheduler
 from instep.pool.submit import submit
-from instep.pool.view import explanation, host_lines, job_lines, pool_lines
+from instep.pool.view import (
+    as_tables,
+    explanation,
+    host_lines,
+    job_lines,
+    pool_lines,
+    status_table,
+)
+from made_up_searches import make_pool
 from simulation.hosted import hosted_story
 
 
@@ -114,13 +125,17 @@ def test_a_host_that_drains_gives_its_workers_to_others_and_then_has_none():
 
 def test_what_a_host_out_of_reach_had_stays_there_and_nothing_else_comes():
     state = told(after(pool(a=2, b=2), JobSubmitted(job("net", least=2, most=2))), now=2)
-    state = after(state, HostAway("a"), JobSubmitted(job("new", least=2, most=3)), now=3)
+    hosts = {**state.hosts, "a": replace(state.hosts["a"], cores=4)}  # with room for two more
+    state = after(replace(state, hosts=hosts), HostAway("a"), now=3)
+    state = after(state, JobSubmitted(job("new", least=2, most=3)), now=4)
     assert places(state) == {"net": {"a": 2}, "new": {"b": 2}}
     state = after(state, TimePassed(), now=3 + 10 * BACK_S)
     assert places(state) == {"net": {"a": 2}, "new": {"b": 2}}
     assert "out of reach since" in host_lines(state)[0]
     ended = after(state, ClientEnded("net", "completed"), now=200)
     assert ended.held == 4, "its processes may be there"
+    later = after(replace(ended, jobs={"net": ended.jobs["net"]}), TimePassed(), now=4000)
+    assert later.used["a"] < ended.used["a"], "nobody uses what is out of reach"
     assert after(ended, HostSeen("a", {}), now=201).held < 4
 
 
@@ -135,6 +150,39 @@ def test_a_run_that_has_lost_a_host_goes_on_and_gets_places_elsewhere():
     alone = after(pool(a=1), JobSubmitted(job("one")), HostAway("a"))
     alone = after(alone, RunSeen("one", 0, lost=("a",)), now=100)
     assert places(alone) == {"one": {"a": 1}}, "nobody else has its state"
+
+
+def test_a_run_that_cannot_be_resized_keeps_the_places_of_a_host_that_it_has_lost():
+    class Fixed:
+        """The hands of a run on GPUs."""
+
+        def look(self, each):
+            return JobSight(True, 1, lost=("b",))
+
+        def scale(self, each):
+            return REFUSED
+
+    class Entries(list):
+        def write(self, event, before, after):
+            self.append(event)
+
+    state = after(pool(a=1, b=1), JobSubmitted(job("net", most=2)), HostAway("b"))
+    scheduler = PoolScheduler(state, entries := Entries(), Fixed())
+    scheduler._known.add("net")
+    for number in range(40):
+        scheduler.turn([], 100 + number / 10)
+    assert scheduler.state.jobs["net"].fixed
+    assert places(scheduler.state) == {"net": {"a": 1, "b": 1}}
+    assert len(entries) < 6, "it was refused again and again"
+
+
+def test_what_a_host_out_of_reach_has_is_not_in_the_forecast_of_a_table(tmp_path):
+    state = after(pool(a=1, b=1), JobSubmitted(job("net", most=1, left_s=50.0)), HostAway("b"))
+    state = after(state, JobSubmitted(job("next", most=1, left_s=5.0)), now=100)
+    (_, table) = as_tables(state, 101.0)
+    assert table["starts_at"] > 110.0
+    (_, host) = status_table(state, True)["hosts"]
+    assert (host["out_of_reach_since"], host["workers"]) == (2.0, {})
 
 
 def test_a_pool_of_which_no_host_is_in_reach_is_shown():
@@ -189,6 +237,11 @@ def test_the_journal_keeps_what_hosts_are_and_the_file_says_how_large(tmp_path):
         ('listen = "h:1"\n[hosts.a]\ncores = 0', "hosts.a.cores needs to be at least 1"),
         ('listen = "h:1"\n[hosts.a]\ncores = 1\nmemory = "much"', "'much' is no size in bytes"),
         ('listen = "h:1"\ncores = 2\n[hosts.a]\ncores = 1', "is for a pool without hosts"),
+        ('listen = "h:1"\n[hosts."a/b"]\ncores = 1', "a name has letters, digits"),
+        ('listen = "h:1"\n[hosts."a\\n"]\ncores = 1', "a name has letters, digits"),
+        ('listen = "h:1"\n[hosts.a]\ncores = 1\nstart = "ssh \'a"', "is no command"),
+        ('listen = "h:1"\n[hosts.a]\ncores = 1\nstart = " "', "is no command"),
+        ('listen = "h:1"\n[hosts.a]\ncores = 1\nstart = "a\\u0000"', "is no command"),
     ],
 )
 def test_a_file_whose_hosts_cannot_join_is_refused(tmp_path, text, said):
@@ -218,6 +271,21 @@ def test_hosts_keep_their_numbers_and_jobs_that_hosts_cannot_run_are_refused(tmp
     wanted = JobSubmitted(folder.state().jobs[name])
     state = after(folder.empty, DrainAsked("c"), wanted)
     assert "the hosts in reach have 4 cores" in "".join(explanation(state, wanted.job, 9.0))
+
+
+def test_a_pool_with_jobs_of_one_machine_gets_no_hosts_and_says_where_nothing_can_listen(
+    tmp_path, capsys
+):
+    pool = make_pool(tmp_path / "pool")
+    with pytest.raises(RunError, match="was given busy, late for this machine alone"):
+        PoolFolder(pool).make(PoolSpec(listen="h:1", hosts={"a": HostSpec(cores=1)}))
+    hosted = PoolFolder(tmp_path / "hosted")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        hosted.make(PoolSpec(listen=listen, hosts={"a": HostSpec(cores=1)}))
+        PoolJournal(hosted.folder, write=True).close()  # it was there before
+        assert main(["pool", "--pool", str(hosted.folder), "start"]) == 2
+    assert "nothing can listen there" in capsys.readouterr().err
 
 
 SLEEPS = "import sys, time; time.sleep(600)"

@@ -89,7 +89,7 @@ def without(
     if not begun and (late or len(left) < len(job.places)):
         in_vain = job.in_vain + late
         return replace(job, status=STOPPING, target=0, places={}, in_vain=in_vain, changed=now)
-    if not left or len(left) == len(job.places):
+    if not left or len(left) == len(job.places) or job.fixed:
         return job
     return replace(_with_places(job, left, now), changed=0.0)  # it may have others at once
 
