@@ -22,7 +22,7 @@ class Trial(NamedTuple):
     each: float = 1.0
     """Numbers in the target of one sample, where they are counted (`Forward.derive`)."""
     shapes: Sequence[Sequence[int]] = ()
-    """For `trial.shapes.Watch`, where the user's code makes batches."""
+    """For `trial.shapes.ShapeWatch`, where the user's code makes batches."""
     passing: Sequence[str] = ()
     """Attributes of optimizers that each step makes anew: no checkpoint needs them."""
     left: Sequence[str] = ()

@@ -50,10 +50,11 @@ def _line(label: str, text: str) -> str:
 
 
 def _of_job(job: Table) -> str:
-    size = f"{readable_count(job['parameters'])} parameters"
     batch = f"batch {readable_count(job['global_batch'])}"
-    steps = plural(job["steps"], "step") if job["steps"] else "as many steps as its loop takes"
-    return f"{job['name']}: {size}, {batch}, {steps}"
+    if not job["steps"]:
+        return f"{job['name']}: {batch}, as many parameters and steps as its loop has"
+    size = f"{readable_count(job['parameters'])} parameters"
+    return f"{job['name']}: {size}, {batch}, {plural(job['steps'], 'step')}"
 
 
 def _of_machine(machine: Table) -> str:

@@ -122,6 +122,8 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
     if base is None:
         return None
     own = known.crew(way, way.workers)
+    if own is None and way.workers > 1 and not job.trained_bytes:
+        return None  # nobody knows what a loop of the user's own would send
     exact = own is not None and own.key == way.key
     exact = exact and beside == way.workers and known.batch == 1.0
     scale = _scale(known, machines, base, beside, -(-job.micro_batches // way.workers))

@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import tempfile
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from instep.lab.plan.candidates import candidates, job_of
 from instep.lab.plan.crews import crews_for
 from instep.lab.plan.machine_file import read_machines
 from instep.lab.plan.plan import JobPlan, Question, _planned
+from instep.lab.plan.probe import probe
 from instep.plan.lines import plan_lines
 from instep.plan.machine import HostLink, Machines
 from instep.plan.measured import ProbedMachine
@@ -234,3 +237,18 @@ def test_crews_run_here_and_leave_no_checkpoint_and_no_host(job):
         assert each.way.workers <= (4 if each.way.mesh else 2)
         assert each.job.checkpoint.every == "never"
     assert TrainingWay(1).name == "1 worker"
+
+
+def test_a_plan_that_is_ended_by_a_signal_leaves_no_folder(job, tmp_path, monkeypatch):
+    def in_time(*_):
+        raise AssertionError("the signal ends the process, and the folder stays")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made, way = job(), TrainingWay(1)
+    before = signal.signal(signal.SIGTERM, in_time)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            probe(made, [CrewRequest(way, made)], 1, 5.0, lambda _: signal.raise_signal(15))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.glob("*instep-plan-*"))

@@ -67,3 +67,12 @@ def test_a_price_with_a_planted_fault_is_not_its_closed_form(
     where, name, instead = FAULTS[fault]
     monkeypatch.setattr(where, name, instead)
     assert not agrees()
+
+
+def test_a_loop_of_ones_own_that_ran_on_one_worker_tells_nothing_of_more() -> None:
+    loop = JobFigures(64, 8, 0, False, [PassTime(64, 0.8)], 0)  # nobody has counted its bytes
+    alone = Measurements(loop, [crew(1)], ProbedMachine(2))
+    assert price(TrainingWay(1), alone, Machines()) is not None
+    assert price(TrainingWay(2), alone, Machines()) is None
+    with_two = alone._replace(crews=[crew(1), crew(2)])
+    assert price(TrainingWay(4), with_two, Machines()) is not None

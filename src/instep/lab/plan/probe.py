@@ -28,6 +28,7 @@ from instep.lab.netlab import Network
 from instep.lab.plan.answers import CrewRequest, Probed, of_crew, summed, with_new
 from instep.plan.measured import ProbedMachine
 from instep.system.environment import settings
+from instep.system.processes import interrupt, on_signals
 from instep.system.temporary import temporary_folder
 
 CREW_S, OF_STEPS_S = 60.0, 1.0
@@ -91,7 +92,8 @@ def _answers(
 ) -> dict[int, dict[str, Any]]:
     """Answers by the number of the request, as far as there was time."""
     found: dict[int, dict[str, Any]] = {}
-    with temporary_folder("instep-plan-") as folder, _networks(requests) as networks:
+    signals, place = on_signals(interrupt), temporary_folder("instep-plan-")
+    with signals, place as folder, _networks(requests) as networks:
         asked = {
             "folder": str(folder),
             "job": spec_file.dump(job),
