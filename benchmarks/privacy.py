@@ -3,7 +3,7 @@
     python benchmarks/privacy.py [--turns 7] [--parameters 10000000]
 
 Masks: GB a second that are added to numbers, beside a copy of memory; and for a round of 8
-participants on 8 workers, what one worker masks and unmasks, and the bytes that it hands to its
+participants on 8 workers, what one worker masks, and the bytes that it hands to its
 group beside those of an open round. Private steps: a step of DP-SGD (clipped gradients of single
 samples, noise, optimizer) beside a plain step, and beside Opacus's hooks, if it is installed. Each
 takes its turn with the others. Seconds of processor time, so that a busy machine disturbs less.
@@ -65,7 +65,7 @@ def masks(count: int, turns: int) -> dict[str, Any]:
     mask = Mask(bytes(range(32)), True)
 
     def of_a_round() -> None:
-        for _ in range(2 * PARTICIPANTS):  # seven pairs, its own, and the own ones of all
+        for _ in range(PARTICIPANTS - 1):  # one for each other: they cancel in the sum
             apply_mask(mask, numbers)
 
     found = in_turns(

@@ -28,8 +28,9 @@ class DrawnParticipants:
 
     def __init__(self, drawn: PrivateSampling, regions: Regions, portion: int) -> None:
         self._drawn, self._regions, self._portion = drawn, regions, portion
-        self._before = [np.zeros(drawn.samples, np.int64)]
-        """Rounds that each participant was in before an epoch, by epoch."""
+        self._before = {0: np.zeros(drawn.samples, np.int64)}
+        """Rounds that each participant was in before an epoch, by epoch; threads share it, and
+        write the same."""
         self._known = (-1, -1, self._before[0])  # read once: threads may share it
 
     @property
@@ -71,9 +72,8 @@ class DrawnParticipants:
         """In how many rounds each participant was before this one."""
         known = self._known
         if known[:2] != (epoch, number):
-            while len(self._before) <= epoch:
-                last = len(self._before) - 1
-                self._before.append(self._before[last] + self._uses(last, self._drawn.steps))
+            for one in range(len(self._before), epoch + 1):
+                self._before[one] = self._before[one - 1] + self._uses(one - 1, self._drawn.steps)
             known = epoch, number, self._before[epoch] + self._uses(epoch, number)
             self._known = known
         return known[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from instep.errors import RecipeError, SpecError
 from instep.privacy.gradients.collating import CollateApart
 from instep.privacy.gradients.per_sample import PerSample
 from instep.privacy.grid import Grid
+from instep.recipe.build import set_generators
 
 CLIP, SAMPLES = 0.7, 6
 
@@ -80,7 +82,7 @@ def one_by_one(model, batch, clip):
     total = [torch.zeros_like(each) for each in parameters]
     for place in range(SAMPLES):
         loss = loss_of(model, [each[place : place + 1] for each in batch])
-        found = torch.autograd.grad(loss, parameters)
+        found = torch.autograd.grad(loss, parameters, materialize_grads=True)
         norm = torch.cat([each.flatten() for each in found]).norm()
         for into, each in zip(total, found, strict=True):
             into += each * min(1.0, clip / float(norm))
@@ -300,6 +302,93 @@ def test_layers_that_are_not_used_plainly_are_computed_otherwise(make):
     expected = one_by_one(model, batch, CLIP * (1 - 2.0**-16))
     for mine, other in zip(sums, expected, strict=True):
         assert (mine * grid.unit - other).abs().max() < 1e-6
+
+
+class Added(nn.Module):
+    """Has parameters of which a sample has one and the same gradient."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.added = nn.ParameterList(torch.randn(1, 5) for _ in range(count))
+        self.first, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for each in self.added:
+            x = x + each
+        return self.out(x)
+
+
+class Trained(nn.Module):
+    """Does something else in train mode than in eval mode."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.first, self.out = how, nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        if not self.training:
+            return self.out(self.first(x).tanh())
+        if self.how == "twice":
+            return self.out(self.first(self.first(x).tanh()))
+        if self.how == "weight":
+            return self.out(self.first(x).tanh() + self.first.weight.square().sum())
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Added(1),
+        lambda: Added(2),
+        lambda: Trained("twice"),
+        lambda: Trained("weight"),
+        lambda: Trained("not at all"),
+    ],
+)
+def test_no_gradient_is_changed_by_anothers_nor_by_what_only_train_mode_does(make):
+    torch.manual_seed(0)
+    model, batch = make(), made("mlp")[1]
+    per_sample, grid, sums = summed(model, batch)
+    assert per_sample.batched, per_sample.why
+    expected = one_by_one(model, batch, CLIP * (1 - 2.0**-16))
+    for mine, other in zip(sums, expected, strict=True):
+        assert (mine * grid.unit - other).abs().max() < 1e-6
+
+
+class ByChance(nn.Module):
+    """Leaves a layer out by chance, as in stochastic depth."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.draw, self.left_out = draw, False
+
+    def forward(self, x):
+        self.left_out = bool(self.training and self.draw() < 0.5)
+        return self.out(x if self.left_out else x + self.first(x))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_layer_that_is_left_out_by_chance_counts_where_it_was_called(batched):
+    torch.manual_seed(0)
+    model, batch = ByChance(random.random if batched else lambda: torch.rand(())), made("mlp")[1]
+    seen = set()
+    for number in range(6):
+        parameters = list(model.parameters())
+        grid = Grid(CLIP, sum(each.numel() for each in parameters), 60)
+        per_sample = PerSample(
+            model, parameters, loss_of, grid, lambda place, by=number: set_generators(by)
+        )
+        sums = per_sample.sums(batch, SAMPLES)
+        assert per_sample.batched is batched
+        seen.add(model.left_out)
+        drawn, model.draw = model.draw, lambda out=model.left_out: 0.0 if out else 1.0
+        expected = one_by_one(model, batch, CLIP * (1 - 2.0**-16))
+        model.draw = drawn
+        for mine, other in zip(sums, expected, strict=True):
+            assert (mine * grid.unit - other).abs().max() < 1e-6
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("large", [1e18, 1e30])

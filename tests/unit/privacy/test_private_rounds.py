@@ -196,6 +196,25 @@ def test_a_participant_takes_its_own_samples_epoch_by_epoch_whenever_it_is_drawn
     assert np.array_equal(late.indices(17, 3, 33), order.indices(17, 3, 33))
 
 
+def test_threads_that_ask_at_once_get_the_samples_that_one_gets():
+    order, alone = (
+        DrawnParticipants(Allocation(5, 2, SECRET), regions(), PORTION) for _ in range(2)
+    )
+    uses, asked = order._uses, []
+
+    def meanwhile(*given):
+        if not asked:  # another thread, in the middle of the same
+            asked.append(given)
+            order.indices(3, 0, order.positions)
+        return uses(*given)
+
+    order._uses = meanwhile
+    for epoch in (2, 3, 4):
+        found = order.indices(epoch, 0, order.positions)
+        assert np.array_equal(found, alone.indices(epoch, 0, alone.positions))
+    assert asked
+
+
 # ---- jobs
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from instep.data.reading.generators import preserved, seed_all
 from instep.errors import RecipeError
 from instep.parallel.nested import leaves, on_tensors, tensors_in
 from instep.privacy.gradients.forbidden import refuse
 from instep.privacy.gradients.products import IN_CACHE, SampleGradients, WholeGradients
-from instep.privacy.gradients.stand_ins import STAND_INS, stand_ins
-from instep.privacy.gradients.taps import Taps
+from instep.privacy.gradients.stand_ins import STAND_INS, on_last, stand_ins
+from instep.privacy.gradients.taps import CalledOtherwise, Taps
 from instep.privacy.grid import MARGIN, Grid
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -66,6 +68,7 @@ class PerSample:
         self._names = names_of(model, parameters)
         self._whole = _WithLoss(model, loss)
         self._taps: dict[tuple[Any, ...], Taps] = {}  # by the shapes of a sample
+        self._untapped = Taps(model, ())
         self._tapping = True
         self.batched: bool | None = None
         """Whether samples are computed at once; None before the first."""
@@ -115,22 +118,31 @@ class PerSample:
 
     def _gradients(self, batch: Any, samples: int) -> Iterator[tuple[int, list[SampleGradients]]]:
         """Gradients of each parameter, of some samples, and how many these are."""
-        step = 1
         if self.batched:
             one = _samples(batch, samples, 0, 1)
-            taps = self._taps_of(one)
-            made = sum(
-                each.numel() for n, each in enumerate(self._parameters) if n not in taps.covered
-            )
-            step = max(1, ROOM // max(1, made + taps.numbers))
-        for first in range(0, samples, step):
-            stop = min(first + step, samples)
-            some = _samples(batch, samples, first, stop)
-            if self.batched:
-                yield stop - first, self._together(some, taps)
+            yield from self._many(batch, samples, 0, samples, self._taps_of(one))
+            return
+        for place in range(samples):
+            self._seed(place)
+            alone = self._alone(_samples(batch, samples, place, place + 1))
+            yield 1, [WholeGradients(each[None]) for each in alone]
+
+    def _many(
+        self, batch: Any, samples: int, first: int, last: int, taps: Taps
+    ) -> Iterator[tuple[int, list[SampleGradients]]]:
+        """Those of samples [first, last), as many at once as there is room for."""
+        sizes = [n for n, each in enumerate(self._parameters) if n not in taps.covered]
+        made = sum(self._parameters[n].numel() for n in sizes) + taps.numbers
+        step = max(1, ROOM // max(1, made))
+        for begin in range(first, last, step):
+            stop = min(begin + step, last)
+            self._seed(begin)  # what a pass draws is the same where it is computed once more
+            try:
+                found = self._together(_samples(batch, samples, begin, stop), taps)
+            except CalledOtherwise:  # layers are called by chance, as in stochastic depth
+                yield from self._many(batch, samples, begin, stop, self._untapped)
             else:
-                self._seed(first)
-                yield 1, [WholeGradients(each[None]) for each in self._alone(some)]
+                yield stop - begin, found
 
     def _add(self, gradients: list[SampleGradients], found: list[Tensor]) -> None:
         """Clip each sample's gradient, round it to the grid, and add it."""
@@ -145,15 +157,15 @@ class PerSample:
     def _taps_of(self, one: Any) -> Taps:
         """The layers that are asked what they read, for samples of such shapes."""
         shapes = tuple((tuple(each.shape), each.dtype) for each in tensors_in(one))
+        if not self._tapping:
+            return self._untapped
         if shapes not in self._taps:
-            taps = Taps(self._model, self._parameters)
-            if self._tapping:
-                device = self._parameters[0].device
-                gpus = [device] if device.type == "cuda" else []
-                stand_in = stand_ins(one, 1)
-                with torch.random.fork_rng(devices=gpus):
-                    taps.look(lambda: self._whole(stand_in))
-            self._taps[shapes] = taps
+            self._taps[shapes] = taps = Taps(self._model, self._parameters)
+            stand_in = stand_ins(one, 1)
+            # stand-ins may be of a kind that the model cannot take
+            with preserved(), suppress(Exception):
+                seed_all(0)
+                taps.look(lambda: self._whole(stand_in))
         return self._taps[shapes]
 
     def _together(self, batch: Any, taps: Taps) -> list[SampleGradients]:
@@ -182,9 +194,13 @@ class PerSample:
             (whole, sent), read = vmap(slopes, in_dims=axes, randomness="different")(
                 held, taps.zeros(), *tensors
             )
-        found: dict[int, SampleGradients] = {
-            place: WholeGradients(each.contiguous()) for place, each in whole.items()
-        }
+        found: dict[int, SampleGradients] = {}
+        seen = {each.untyped_storage().data_ptr() for each in (*sent, *read.values())}
+        for place, each in whole.items():  # two that are added have one gradient, in one memory
+            own = each.contiguous()
+            own = own.clone() if own.untyped_storage().data_ptr() in seen else own
+            seen.add(own.untyped_storage().data_ptr())
+            found[place] = WholeGradients(own)
         found |= taps.gradients(read, sent)
         return [found[place] for place in range(len(self._parameters))]
 
@@ -204,6 +220,7 @@ class PerSample:
     def _choose(self, one: Any) -> None:
         """Compare, on stand-ins of samples of this shape, in eval mode: then nothing is drawn."""
         some = stand_ins(one, STAND_INS)
+        self._taps_of(one)  # as layers are called in train mode
         trained = [each for each in self._model.modules() if each.training]
         self._model.eval()
         try:
@@ -213,7 +230,7 @@ class PerSample:
             ]
             self.why = self._differs(some, apart)
             if self.why:
-                self._tapping, self._taps = False, {}
+                self._tapping = False
                 self.why = self._differs(some, apart)
             self._compare_losses(some)
         except Exception as error:  # stand-ins may be of a kind that the model cannot take
@@ -221,6 +238,7 @@ class PerSample:
         finally:
             for each in trained:
                 each.training = True
+        self.why = self.why or self._fails(some)
         self.batched = not self.why
 
     def compared(self) -> str:
@@ -243,11 +261,21 @@ class PerSample:
                 "weighs, is not trained. Have compute_loss be a mean over samples."
             )
 
+    def _fails(self, some: Any) -> str:
+        """The reason why samples cannot be computed at once in train mode, if they cannot."""
+        taps = self._taps_of(_samples(some, STAND_INS, 0, 1))
+        try:
+            for _ in self._many(some, STAND_INS, 0, STAND_INS, taps):
+                pass
+        except Exception as error:
+            return f"torch.func cannot, in train mode: {type(error).__name__}"
+        return ""
+
     def _differs(self, some: Any, apart: list[list[Tensor]]) -> str:
         try:
             taps = self._taps_of(_samples(some, STAND_INS, 0, 1))
             together = [each.whole() for each in self._together(some, taps)]
-            changed = [each.whole() for each in self._together(on_last(some, STAND_INS), taps)]
+            changed = [each.whole() for each in self._together(on_last(some), taps)]
         except Exception as error:  # whatever a user's model raises within vmap
             return f"torch.func cannot: {type(error).__name__}"
         for place, alone in enumerate(apart):
@@ -275,13 +303,6 @@ class _WithLoss(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         return self._loss(self.model, batch)
-
-
-def on_last(batch: Any, samples: int) -> Any:
-    """A batch whose last sample has the content of its first."""
-    tensors, rebuilt = _flat(batch)
-    others = [torch.cat([each[: samples - 1], each[:1]]) for each in tensors]
-    return rebuilt(others)
 
 
 def names_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Samples of the shapes of real ones, and of nothing else of them.
 
-How gradients are computed changes their last bits, so no content may decide it. Way in:
-`stand_ins`.
+How gradients are computed changes their last bits, so no content may decide it. Ways in:
+`stand_ins`, and `on_last`.
 """
 
 from __future__ import annotations
@@ -36,3 +36,8 @@ def stand_ins(one: Any, count: int) -> Any:
         return found.to(tensor.device)
 
     return on_tensors(one, stand_in)
+
+
+def on_last(batch: Any) -> Any:
+    """A batch whose last sample has the content of its first."""
+    return on_tensors(batch, lambda each: torch.cat([each[:-1], each[:1]]))

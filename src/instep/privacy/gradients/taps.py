@@ -2,12 +2,14 @@
 
 Zeros are added to the output of a layer, and it is they that are differentiated: their gradient is
 what is sent back, and what the layer read is remembered. Under `vmap` each sample has its own of
-both, as if it were alone. Way in: `Taps`.
+both, as if it were alone. A layer whose parameters are used elsewhere too is none of them, and
+where a pass calls one otherwise than it was seen to be called, `CalledOtherwise` says so. Way in:
+`Taps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,6 +23,10 @@ from instep.privacy.gradients.products import (
     SampleGradients,
     WholeGradients,
 )
+
+
+class CalledOtherwise(Exception):
+    """A pass calls a layer twice, or not at all, or with another shape."""
 
 
 class Tapped(NamedTuple):
@@ -61,24 +67,31 @@ class Taps:
         self._read: dict[int, Tensor] = {}
         self.tapped: list[Tapped] = []
 
-    def look(self, calls: Any) -> None:
-        """Find the layers that are called once, with one tensor.
+    def look(self, calls: Callable[[], Tensor]) -> None:
+        """Find the layers that are called once, with one tensor, and whose parameters nothing else
+        uses.
 
         Args:
-            calls: a function that runs a forward pass of one sample.
+            calls: a function that runs a forward pass of one sample, to its loss.
         """
-        self._calls = []
-        with self._hooked(self._layers), torch.no_grad():
-            calls()
+        found: list[tuple[nn.Module, Any, Tensor]] = []
+        self._calls = found
+        try:
+            with self._hooked(self._layers), torch.enable_grad():
+                loss = calls()
+        finally:
+            self._calls = None
         seen: dict[int, int] = {}
-        for layer, _, _ in self._calls:
+        for layer, _, _ in found:
             seen[id(layer)] = seen.get(id(layer), 0) + 1
+        elsewhere = _used(loss, [each for layer, _, _ in found for each in layer.parameters()])
         self.tapped = [
             self._as_tapped(layer, output)
-            for layer, given, output in self._calls
-            if seen[id(layer)] == 1 and len(given) == 1 and _fits(layer, given[0], output)
+            for layer, given, output in found
+            if seen[id(layer)] == 1
+            and _fits(layer, given, output)
+            and not any(id(each) in elsewhere for each in layer.parameters())
         ]
-        self._calls = None
 
     def _as_tapped(self, layer: Any, output: Tensor) -> Tapped:
         bias = getattr(layer, "bias", None)
@@ -106,11 +119,16 @@ class Taps:
 
         Returns:
             By place of the weight, what the layer read.
+
+        Raises:
+            CalledOtherwise: not each layer was called once, as it was seen to be.
         """
         self._added, self._read = added, {}
         with self._hooked([each.layer for each in self.tapped]):
             yield self._read
         self._added = []
+        if len(self._read) != len(self.tapped):
+            raise CalledOtherwise
 
     @contextmanager
     def _hooked(self, layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -124,9 +142,13 @@ class Taps:
     def _hook(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor | None:
         if self._calls is not None:
             self._calls.append((layer, given, output))
-            return None
+            return _cut_off(layer, given[0]) if _fits(layer, given, output) else None
         number = next(n for n, each in enumerate(self.tapped) if each.layer is layer)
-        self._read[self.tapped[number].weight] = given[0]
+        tapped = self.tapped[number]
+        again = tapped.weight in self._read or not _fits(layer, given, output)
+        if again or output.shape != tapped.shape:
+            raise CalledOtherwise
+        self._read[tapped.weight] = given[0]
         return output + self._added[number]
 
     def gradients(
@@ -174,12 +196,34 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _fits(layer: nn.Module, given: Any, output: Any) -> bool:
-    """Whether a call is one of a single sample, with tensors whose first dimension is 1."""
+    """Whether a call is one of a single sample, with one tensor whose first dimension is 1."""
     dims = {nn.Embedding: range(1, 99), nn.Conv2d: range(4, 5)}.get(type(layer), range(2, 99))
     return (
-        isinstance(given, Tensor)
+        len(given) == 1
+        and isinstance(given[0], Tensor)
         and isinstance(output, Tensor)
-        and given.dim() in dims
-        and given.shape[0] == output.shape[0] == 1
+        and given[0].dim() in dims
+        and given[0].shape[0] == output.shape[0] == 1
         and output.dtype == torch.float32
     )
+
+
+def _cut_off(layer: Any, given: Tensor) -> Tensor:
+    """The output of a layer of which the loss is not differentiated by its parameters."""
+    weight = layer.weight.detach()
+    if isinstance(layer, nn.Embedding):
+        return nn.functional.embedding(given, weight, layer.padding_idx)
+    bias = layer.bias.detach() if layer.bias is not None else None
+    if isinstance(layer, nn.Linear):
+        return nn.functional.linear(given, weight, bias)
+    found: Tensor = layer._conv_forward(given, weight, bias)
+    return found
+
+
+def _used(loss: Tensor, parameters: Sequence[Tensor]) -> set[int]:
+    """Which parameters, by `id`, a loss is made of."""
+    trained = [each for each in parameters if each.requires_grad]
+    if not trained or not loss.requires_grad:
+        return set()
+    found = torch.autograd.grad(loss, trained, allow_unused=True)
+    return {id(each) for each, slope in zip(trained, found, strict=True) if slope is not None}
