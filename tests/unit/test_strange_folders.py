@@ -137,6 +137,7 @@ def test_what_is_too_deep_for_a_library_is_one_sentence_too(tmp_path, monkeypatc
     path = make_run(tmp_path / "run")
     damaged(path, "huggingface/config.json", b"{}")
     damaged(path, "model.safetensors", (2).to_bytes(8, "little") + b"{}")
+    (path / "job.toml").write_text("name = 'read by nobody before'\n")
     monkeypatch.setattr("instep.job.file.tomllib.loads", too_deep)
     with pytest.raises(SpecError, match="deep"):
         read_table(path / "job.toml")

@@ -19,8 +19,10 @@ from made_up_runs import make_run
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 KEEPS = """
-import os, sys, time
+import os, signal, sys, time
 from instep.detached.kept import keep
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 
 def serve(token, tell):
     tell(token + "+")
