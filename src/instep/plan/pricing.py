@@ -135,6 +135,7 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
         if own.codec != way.codec:
             size *= CODED.get(way.codec, 1.0)
     exchange = _exchange(way, own, size, machines)
+    batch = max(1, round(job.global_batch * known.batch))
     parts = _simulated(way, known, machines, base, scale, exchange)
     if known.learned != 1.0:
         parts = parts.times(known.learned)
@@ -155,8 +156,8 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
         sent_by_server(size, way.workers, way.servers) if way.servers else 0.0,
         own.worker_bytes if own is not None else base.worker_bytes,
         own.server_bytes if own is not None else 0,
-        way.samples or round(job.global_batch * known.batch),
-        round(job.global_batch * known.batch),
+        way.samples or batch,
+        batch,
         exact,
     )
 

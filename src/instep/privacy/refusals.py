@@ -20,7 +20,7 @@ def refusals(job: JobSpec) -> Iterator[SpecError]:
 
 
 def repeated(job: JobSpec, what: str) -> Iterator[SpecError]:
-    """The reason why a command cannot run a private job once more, if it is one.
+    """The reasons why a command cannot run a job once more, and find the same.
 
     Args:
         job: of the run.
@@ -30,6 +30,11 @@ def repeated(job: JobSpec, what: str) -> Iterator[SpecError]:
         yield SpecError(
             f"{what} runs a job more than once and compares, and each private run has a secret of "
             "its own, so samples and noise are others. Leave [privacy] out for the comparison."
+        )
+    if job.data.once:
+        yield SpecError(
+            f"{what} runs a job more than once and compares, and data.once = true gives each "
+            "sample to one run. Write some to files, and read these for the comparison."
         )
 
 

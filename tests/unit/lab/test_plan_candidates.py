@@ -8,7 +8,7 @@ import tempfile
 import msgspec
 import pytest
 
-from instep.errors import SpecError
+from instep.errors import SpecError, raise_first
 from instep.job import file as spec_file
 from instep.lab.plan.answers import SAVING_BYTES, CrewRequest, summed
 from instep.lab.plan.candidates import candidates, job_of
@@ -20,6 +20,7 @@ from instep.plan.lines import plan_lines
 from instep.plan.machine import HostLink, Machines
 from instep.plan.measured import ProbedMachine
 from instep.plan.ways import TrainingWay
+from instep.privacy.refusals import repeated
 
 PARTS = 4
 
@@ -126,6 +127,18 @@ def test_every_figure_of_the_sentences_follows_from_the_table(job):
     lines = "\n".join(plan_lines(table))
     assert all(row in lines for row in rows)
     assert "instep run JOB --workers 2" in lines
+
+
+def test_a_plan_of_what_comes_once_says_that_it_has_used_some(job):
+    plans = [planned(job(*more), Question(), lambda way: None) for more in ([], ["data.once=true"])]
+    assert [any("are not trained on" in note for note in each.notes) for each in plans] == [0, 1]
+
+
+@pytest.mark.parametrize("command", ["instep replay", "instep chaos"])
+def test_a_job_that_reads_what_comes_once_is_not_run_again_to_compare(job, command):
+    raise_first(repeated(job(), command))
+    with pytest.raises(SpecError, match=rf"{command} runs a job more than once .* data\.once"):
+        raise_first(repeated(job("data.once=true"), command))
 
 
 def test_what_fits_nowhere_is_refused_with_the_missing_bytes(job):

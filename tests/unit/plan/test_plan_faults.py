@@ -1,5 +1,6 @@
 """Faults that a cost could have: each of them moves a price away from its closed form."""
 
+import msgspec
 import pytest
 
 from instep.plan import machine, pricing, steps
@@ -76,3 +77,12 @@ def test_a_loop_of_ones_own_that_ran_on_one_worker_tells_nothing_of_more() -> No
     assert price(TrainingWay(2), alone, Machines()) is None
     with_two = alone._replace(crews=[crew(1), crew(2)])
     assert price(TrainingWay(4), with_two, Machines()) is not None
+
+
+@pytest.mark.parametrize("batch", [1, 16, 32])
+def test_a_batch_of_a_64th_has_a_sample_at_least(batch: int) -> None:
+    small = KNOWN._replace(job=msgspec.structs.replace(JOB, global_batch=batch), batch=1 / 64)
+    priced = price(TrainingWay(2), small, Machines())
+    assert priced is not None
+    assert priced.step_samples == 1
+    assert priced.seconds > 0

@@ -35,6 +35,8 @@ from instep.words import listed, plural
 _LEAST_S = 8.0
 """Seconds in which two ways that are close can take steps again, in turns."""
 
+_ONCE = "data.once = true: the samples that this plan has read from the stream are not trained on"
+
 SECONDS = 30.0
 """After which no further crew begins."""
 
@@ -231,7 +233,7 @@ def _planned(
         probed,
         ranking,
         [*refused, *out],
-        _notes(probed, ranking, before, no_links),
+        [*_notes(probed, ranking, before, no_links), *([_ONCE] if job.data.once else [])],
         steps,
     )
 
