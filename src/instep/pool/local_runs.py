@@ -222,7 +222,7 @@ def _not_finite(run: Path) -> str:
 def _figures(run: Path) -> dict[str, float]:
     """Numbers of a run that is over, from its summary."""
     found: dict[str, float] = {}
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         summary = json.loads(read_plain(run / "summary.json"))
         named = {METRICS + name: value for name, value in summary["metrics"].items()}
         named |= {name: summary.get(name) for name in OF_A_RUN}

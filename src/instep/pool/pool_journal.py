@@ -134,8 +134,10 @@ class PoolJournal:
                     self._rows.execute("ROLLBACK")
                 raise
 
-    def _checked(self, name: str, text: str, kind: type[_Row]) -> _Row:
+    def _checked(self, name: str, text: object, kind: type[_Row]) -> _Row:
         """The value of a row; rows of earlier versions have no checksum."""
+        if not isinstance(text, str):  # one byte of the file says which type it is
+            raise self._damaged(f"{name}: it is no text")
         value, end = text, ""
         if _END.fullmatch(text[-9:]):
             value, end = text[:-9], text[-8:]
@@ -150,7 +152,7 @@ class PoolJournal:
     def _usable(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UnicodeError) as error:  # its own words may be damaged
             raise self._unusable(error) from None
 
     def _unusable(self, error: Exception) -> RunError:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instep import detached
-from instep.errors import RunError
+from instep.errors import InstepError
 from instep.plain_file import replace_plain
 from instep.pool.jobs import PoolJob
 from instep.pool.run_events import RunEvents
@@ -61,7 +61,7 @@ class PooledSearches:
         locks = [each for each in folder.glob("jobs/*.lock") if detached.lives(each)]
         workers = sum(self._workers(folder / each.stem) for each in locks)
         told, trials, over = 0, None, False
-        with suppress(RunError):
+        with suppress(InstepError):  # damaged, or of another version: its client will say so
             found = found_in(folder)
             told, trials = len(found.told), found.trials
             over = told >= trials

@@ -143,7 +143,13 @@ def _job_in(record: SearchRecord, folder: Path) -> JobSpec:
     text = record.about().get("job")
     if text is None:
         raise RunError(f"{folder} has a search that never began. Remove the folder.")
-    return spec_file.build(tomllib.loads(text), source=str(folder))
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:
+        raise RunError(
+            f"the job of the search in {folder} is damaged: {error}. Begin another with --name."
+        ) from None
+    return spec_file.build(table, source=str(folder))
 
 
 def _check(job: JobSpec, folder: Path) -> None:

@@ -109,7 +109,7 @@ class SearchRecord:
     def _usable(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, sqlite3.Error, ValueError, TypeError) as error:
+        except (OSError, sqlite3.Error, ValueError, TypeError, LookupError) as error:
             raise RunError(
                 f"{self._path} cannot be used: {error}. Make room, or get access to it; if it is "
                 "damaged, begin another search with --name."

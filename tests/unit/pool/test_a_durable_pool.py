@@ -1,5 +1,6 @@
 """A pool's journal that is damaged or cannot be written, and a command whose keeper is killed."""
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import pytest
 from instep.cli import main
 from instep.errors import RunError
 from instep.job.file import load
+from instep.plain_file import replace_plain
+from instep.pool.commands import running
 from instep.pool.jobs import JobSubmitted, PoolJob, PoolSpec
 from instep.pool.notice import SchedulerNotice, notice_in
 from instep.pool.pool_file import PoolFolder
@@ -57,6 +60,24 @@ def test_any_changed_digit_of_a_pools_journal_is_said_in_one_sentence(tmp_path):
     rows.close()
 
 
+@pytest.mark.parametrize("value", [b"not text", None, 7])
+def test_a_value_of_another_type_is_said_in_one_sentence(tmp_path, value):
+    pool = make_pool(tmp_path / "pool")
+    rows = sqlite3.connect(pool / "pool.sqlite", isolation_level=None)
+    rows.execute("UPDATE jobs SET job = ? WHERE id = 'late'", (value,))
+    rows.close()
+    with pytest.raises(RunError, match="is damaged: job late"):
+        check_journal(PoolFolder(pool))
+
+
+def test_words_of_a_journals_own_that_are_no_text_are_said_in_one_sentence(tmp_path):
+    pool = make_pool(tmp_path / "pool")
+    path = pool / "pool.sqlite"
+    path.write_bytes(path.read_bytes().replace(b"tablejobsjobs", b"table\xf4obsjobs"))
+    with pytest.raises(RunError, match="cannot be used"):
+        check_journal(PoolFolder(pool))
+
+
 def test_a_job_that_is_gone_from_a_journal_is_missed_and_rows_of_earlier_versions_are_read(
     tmp_path, capsys
 ):
@@ -72,6 +93,22 @@ def test_a_job_that_is_gone_from_a_journal_is_missed_and_rows_of_earlier_version
     for words in (["list", "--pool", str(pool)], ["pool", "--pool", str(pool), "start"]):
         assert main(words) == 6
         assert "is empty, so what it had is lost" in capsys.readouterr().err
+
+
+def test_the_end_of_a_command_is_written_once_there_is_room(tmp_path, monkeypatch):
+    tries = []
+
+    def full_at_first(path, said, **more):
+        tries.append(path)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace_plain(path, said, **more)
+
+    monkeypatch.setattr(running, "replace_plain", full_at_first)
+    monkeypatch.setattr(running, "ROOM_S", 0.0)
+    ending = tmp_path / "a.ended"
+    running._write(ending, b'{"code": 0, "seconds": 1.0}')
+    assert running.ending_of(ending) == running.CommandEnding(0, 1.0)
 
 
 class Starts:

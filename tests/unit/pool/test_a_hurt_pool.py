@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -12,11 +13,14 @@ from msgspec.structs import replace
 
 from instep import detached
 from instep.cli import main
+from instep.errors import InstepError
 from instep.pool.jobs import PoolJob, PoolSpec, PoolState
 from instep.pool.local_runs import LocalRuns
 from instep.pool.pool_file import PoolFolder
 from instep.pool.scheduler import REFUSED, JobSight, PoolScheduler
 from instep.pool.view import how_it_ends
+from instep.search.begin import found_in
+from instep.search.record import FILE
 from made_up_runs import make_run
 from made_up_searches import make_search
 
@@ -63,6 +67,19 @@ def test_a_search_of_a_grid_with_fewer_points_than_trials_is_over_after_its_poin
     job = PoolJob(id="net", share="a", at_least=1, at_most=1, kind="search")
     assert hands.look(job).outcome == "completed"
     assert hands.look(replace(job, id="more")).outcome == ""
+
+
+@pytest.mark.parametrize("job", ['recipe = "a.py:b', 'recipe = "a.py:b"\nunknown = 1'])
+def test_a_scheduler_outlives_a_search_whose_record_is_damaged(pool, job):
+    folder = make_search(pool.runs / "net")
+    rows = sqlite3.connect(folder / FILE)
+    assert rows.execute("UPDATE about SET value = ? WHERE key = 'job'", (job,)).rowcount == 1
+    rows.commit()
+    rows.close()
+    wanted = PoolJob(id="net", share="a", at_least=1, at_most=1, kind="search")
+    assert LocalRuns(pool.jobs, pool.runs).look(wanted) == JobSight(False)
+    with pytest.raises(InstepError):
+        found_in(folder)
 
 
 def test_a_scheduler_that_finds_a_run_on_gpus_asks_it_for_nothing_twice():

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 from instep import detached
 from instep.cli import main
 from instep.errors import RunError, SpecError
+from instep.job.file import build
+from instep.launch.pooled.launcher import Placed, PoolLauncher
 from instep.pool.decide import decide
 from instep.pool.hosts.attending import Attendance
 from instep.pool.hosts.placement import BACK_S, BEGIN_S
@@ -286,6 +288,17 @@ def test_a_pool_with_jobs_of_one_machine_gets_no_hosts_and_says_where_nothing_ca
         PoolJournal(hosted.folder, write=True).close()  # it was there before
         assert main(["pool", "--pool", str(hosted.folder), "start"]) == 2
     assert "nothing can listen there" in capsys.readouterr().err
+
+
+def test_a_run_of_a_pool_that_somebody_else_resumes_is_refused_and_waits_for_no_host(tmp_path):
+    Placed(["a"], [1]).write(tmp_path / "net.places")
+    (tmp_path / "net.gate").write_text("127.0.0.1:1")  # of the client that has ended
+    files = {"certificates": "certificates", "placed": "net.places", "gate": "net.gate"}
+    options = {key: str(tmp_path / name) for key, name in files.items()}
+    launch = {"on": "pool", "address": "127.0.0.1", "options": options}
+    job_file = build({"recipe": "a.py:a", "network": "private", "launch": launch}, source="a test")
+    with pytest.raises(SpecError, match="only its scheduler starts it there"):
+        PoolLauncher.of(job_file)
 
 
 SLEEPS = "import sys, time; time.sleep(600)"

@@ -75,12 +75,19 @@ class PoolLauncher:
         needs: what each machine must have.
 
     Raises:
-        SpecError: this is no job of a pool, or nothing can listen there.
+        SpecError: this is no job of a pool, the pool has not started it, or nothing can listen
+            there.
     """
 
     def __init__(self, options: PoolOptions, address: str, needs: Needs) -> None:
         self._path = Path(options.placed)
         hosts = Placed.read(self._path).hosts
+        if Path(options.gate).exists():  # the scheduler removes that of the last client
+            raise SpecError(
+                "this run is a job of a pool with hosts, and only its scheduler starts it there. "
+                "To go on with it on this machine, add --set launch.on=local "
+                "--set launch.address= --set launch.options={}"
+            )
         folder = JoinFolder(Path(options.certificates))
         gate = Gate((address, 0), hosts, folder, lambda text: print(text, file=sys.stderr))
         self._machines = JoinedMachines(gate, len(hosts), needs)

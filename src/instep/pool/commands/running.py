@@ -8,6 +8,7 @@ held until then. Ways in: `run_command` in the process that waits, `ending_of`.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -25,6 +26,9 @@ from instep.system.processes import die_with_parent, on_signals, wait_for_child
 
 STOP_S = 10.0
 """How long a command may take to end once it was asked to."""
+
+ROOM_S = 1.0
+"""Before an end is written once more, where there was no room."""
 
 LOOK_S = 0.1
 """Between two looks whether somebody has asked for its end."""
@@ -72,8 +76,19 @@ def run_command(job: PoolJob, ending: Path) -> int:
     if not said:  # the command was stopped, or its keeper killed
         end_descendants(STOP_S)
         return -signal.SIGKILL
-    replace_plain(ending, said, durable=True)
+    _write(ending, said)
     return msgspec.json.decode(said, type=CommandEnding).code
+
+
+def _write(ending: Path, said: bytes) -> None:
+    """Write how a command has ended; waits for room on a full disk, as nobody else knows."""
+    while True:
+        try:
+            return replace_plain(ending, said, durable=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        time.sleep(ROOM_S)
 
 
 def _be_keeper(job: PoolJob, report: int, asked: list[float]) -> NoReturn:
