@@ -43,6 +43,8 @@ def pool_options(parser: Parser) -> None:
         made: Parser = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         made.example = f"pool {name} {example}".rstrip()
         made.set_defaults(parser=made)
+        text = "print the result as JSON, as before the action"
+        made.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=text)
         if name == "command":
             made.add_argument("job", help="job of the pool")
         if name == "drain":

@@ -1,5 +1,6 @@
 """Places on the hosts of a pool: gangs, drains, hosts out of reach; and the machines' own end."""
 
+import json
 import socket
 import sys
 
@@ -281,6 +282,10 @@ def test_a_pool_with_jobs_of_one_machine_gets_no_hosts_and_says_where_nothing_ca
     pool = make_pool(tmp_path / "pool")
     with pytest.raises(RunError, match="was given busy, late for this machine alone"):
         PoolFolder(pool).make(PoolSpec(listen="h:1", hosts={"a": HostSpec(cores=1)}))
+    for words in (["--json", "status"], ["status", "--json"]):
+        assert main(["pool", "--pool", str(pool), *words]) == 0
+        table = json.loads(capsys.readouterr().out)
+        assert (table["cores"], table["hosts"], len(table["jobs"])) == (4, [], 3)
     hosted = PoolFolder(tmp_path / "hosted")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -320,6 +325,13 @@ class Commands:
 
     def close(self):
         pass
+
+
+def test_a_machine_without_room_for_its_folder_stays(tmp_path):
+    made = Attendance(tmp_path / "gone" / "host-0.token", Commands)
+    made.want({"net": "h:1"})
+    assert made.turn() == {}
+    assert not made._commands.started
 
 
 def test_a_machine_is_a_host_of_the_runs_that_are_wanted_also_after_it_was_killed(tmp_path):

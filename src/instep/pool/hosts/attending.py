@@ -83,7 +83,8 @@ class Attendance:
         if (commands := self._commands) is None:
             return {}
         commands.look()
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(OSError):  # no room on the disk; it is tried again
+            self._folder.mkdir(mode=0o700, exist_ok=True)
         now = time.monotonic()
         if now - self._counted >= COUNT_S:
             self._counted = now
