@@ -41,7 +41,7 @@ class Words(nn.Module):
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.each = nn.Embedding(11, 8, padding_idx=0), nn.Linear(8, 6)
+        self.embed, self.each = nn.Embedding(2100, 8, padding_idx=0), nn.Linear(8, 6)  # a large one
         self.norm, self.out = nn.LayerNorm(6), nn.Linear(6, 3, bias=False)
 
     def forward(self, x):

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-IN_CACHE = 1 << 18
-"""Numbers of gradients that are made at a time."""
+IN_CACHE = 1 << 20
+"""Numbers of gradients that are made at a time: with fewer, calls cost more than memory."""
 
 
 class SampleGradients(Protocol):

@@ -24,6 +24,9 @@ from instep.privacy.gradients.products import (
     WholeGradients,
 )
 
+LARGE = 1 << 14
+"""Numbers of an embedding from which on it is quicker to go through the rows of each sample."""
+
 
 class CalledOtherwise(Exception):
     """A pass calls a layer twice, or not at all, or with another shape."""
@@ -183,13 +186,15 @@ class Taps:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer does what its class does, and nothing besides."""
+    """Whether a layer does what its class does, and nothing besides, and is worth the trouble."""
     if type(layer) not in (nn.Linear, nn.Conv2d, nn.Embedding) or "forward" in vars(layer):
         return False
     if isinstance(layer, nn.Conv2d):
         zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         if layer.groups > 1 or not zeros:
             return False
+    if isinstance(layer, nn.Embedding) and layer.weight.numel() < LARGE:
+        return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks
     plain = not any(hooks) and not layer._backward_pre_hooks
     return plain and not getattr(layer, "scale_grad_by_freq", False)
