@@ -234,10 +234,11 @@ UNLESS = {("codec", "bits"): "averaging"} | {
 
 def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, str]]:
     """The pairs that a job asks for, and a recipe where it is known, and that clash."""
+    built_later = recipe is None and not SETTINGS["own_loop"].asked(job, None)
     for pair in CLASHES:
         unless = UNLESS.get(pair, "")
-        if unless == "iterable" and recipe is None:
-            continue  # shows when it has been built
+        if unless == "iterable" and built_later:
+            continue  # it shows then
         if not (unless and SETTINGS[unless].asked(job, recipe)) and all(
             SETTINGS[name].asked(job, recipe) for name in pair
         ):

@@ -176,3 +176,10 @@ def check_pair(pair):
         check(*asking_for(*pair))
     assert any(f": {why}. Leave one of " in str(refused.value) for why in wanted)
     assert "{" not in str(refused.value)
+
+
+def test_parts_are_refused_at_once_where_no_recipe_comes_that_could_have_a_stream():
+    job, _ = asking_for("parts", "own_loop")
+    with pytest.raises(SpecError, match=r"data\.parts = .* does not go with a loop of your own"):
+        check(job)
+    check(asking_for("parts", "leased")[0])  # of a recipe it shows later
