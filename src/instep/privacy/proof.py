@@ -93,7 +93,8 @@ def prove_privacy(
     spec, known = job.privacy, job.privacy.accounted
     units = Units.of_job(job, int(known["samples"]))
     plan = SampledSteps(spec.sampling, units.in_epoch, int(known["steps"]))
-    faults = [*_of_secret(run, run_id, secret), *_of_releases(contents, last_step)]
+    own = contents_by_commit(run)  # of this folder alone, which must have each step of its own
+    faults = [*_of_secret(run, run_id, secret), *_of_releases(own, contents, last_step)]
     faults += _of_units(ledger, job, units, secret, last_step)
     if (last := max(last_step, *contents, 0)) > plan.steps:
         faults.append(f"{last} steps were published, and epsilon is of {plan.steps}")
@@ -137,8 +138,10 @@ def _holds(path: Path, secret: bytes) -> bool:
         return any(data.find(each) >= 0 for each in (secret, secret.hex().encode()))
 
 
-def _of_releases(contents: Mapping[int, int], last_step: int) -> Iterator[str]:
-    if missing := [step for step in range(1, last_step + 1) if step not in contents]:
+def _of_releases(
+    own: Mapping[int, int], contents: Mapping[int, int], last_step: int
+) -> Iterator[str]:
+    if missing := [step for step in range(1, last_step + 1) if step not in own]:
         yield f"step {ranges(missing, 20)}: committed, and no release is recorded"
     if twice := sorted(commit for commit, count in contents.items() if count > 1):
         yield f"step {ranges(twice, 20)}: published with more than one content"
