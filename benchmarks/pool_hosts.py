@@ -27,26 +27,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pooling import RECIPE, instep, wait_for
+from pooling import JOB, RECIPE, instep, wait_for
 
 from instep.detached import pid_of
 from instep.events import read_events
 from instep.pool.hosts.placement import places_taken
 from instep.pool.pool_file import PoolFolder
 from instep.store.run_folder import RunFolder
-
-JOB = """
-name = "net"
-recipe = "recipe.py:recipe"
-seed = 7
-[train]
-steps = {steps}
-global_batch = 32
-determinism = "bits"
-threads = 1
-[data]
-loaders = 0
-"""
 
 HOSTS = ("one", "two", "three")
 
@@ -182,7 +169,7 @@ def main() -> None:
     folder = args.to.resolve() if args.to else Path(tempfile.mkdtemp())
     folder.mkdir(exist_ok=True)
     (folder / "recipe.py").write_text(RECIPE)
-    (folder / "net.toml").write_text(JOB.format(steps=args.steps))
+    (folder / "net.toml").write_text(JOB.format(name="net", steps=args.steps))
     alone = ("--runs", folder / "alone", "--workers", 1, "--json")
     done = instep("run", folder / "net.toml", *alone)
     truth, rounds = json.loads(done.splitlines()[-1])["parameters_sha256"], []
