@@ -5,9 +5,10 @@
 Each way is planned in a process of its own: once when a run starts, and then two epochs, each with
 a batch of 512 from its middle, cut into micro-batches. Processor seconds, and how much the resident
 memory has grown at most, beyond an order of few samples. Labels and lengths are a column of 65,536
-that is repeated; a run reads all labels once when it starts, which is not in these figures. A
-`WeightedRandomSampler` has its weights in memory, and torch draws from 2^24 samples at most, so it
-is planned for so many. The last line is one JSON object.
+that is repeated; a run reads all labels once when it starts, which is not in these figures. The
+weights of a `WeightedRandomSampler` are the user's, 8 bytes a sample, and not in the memory here;
+torch draws from 2^24 samples at most, so it is planned for so many. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def _classes(samples: int) -> Any:
     )
 
 
-def made(way: str, samples: int) -> Any:
-    """An order, as a run has it."""
+def made(way: str, samples: int, weights: Any = None) -> Any:
+    """An order, as a run has it; `weights` are a sampler's."""
     from instep.data.balance import ClassOrder, InProportion, Members, Wished, planned_counts
     from instep.data.lengths import ByLength
     from instep.data.mixture import SourceMembers, planned_shares
@@ -83,7 +84,7 @@ def made(way: str, samples: int) -> Any:
             return InProportion(members, SEED)
         return ClassOrder(members, planned_counts(codes.counts, "inverse"), SEED)
     if way == "sampler":
-        return Wished(np.random.default_rng(1).random(samples) * 2, SEED)
+        return Wished(weights, SEED, samples)
     if way == "tokens":
         base, lengths = Order(samples, SEED), _column(500)
         cuts = {"window": 16_384, "seed": SEED, "micro_batches": PARTS, "tokens": 65_536}
@@ -128,8 +129,9 @@ def batch(order: Any, epoch: int) -> int:
 def measured(way: str, samples: int) -> dict[str, Any]:
     """Plan in this process."""
     batch(made("plain", 10_000), 0)
+    weights = np.random.default_rng(1).random(samples) if way == "sampler" else None
     before, cpu = _memory("VmRSS"), time.process_time()
-    order = made(way, samples)
+    order = made(way, samples, weights)
     begun, took = time.process_time() - cpu, []
     for epoch in EPOCHS:
         cpu = time.process_time()

@@ -70,12 +70,8 @@ def write_lines(path: Path, line: Callable[[], str], size: int, head: str = "") 
             file.write(block)
 
 
-def make_raw(folder: Path, megabytes: int) -> None:
+def make_raw(folder: Path, megabytes: int, kinds: list[str]) -> None:
     """Write the raw files and what prepares them."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "functions.py").write_text(FUNCTIONS)
     (folder / "rival.py").write_text(RIVAL)
@@ -90,20 +86,38 @@ def make_raw(folder: Path, megabytes: int) -> None:
         return ",".join(f"{draw.random():.6f}" for _ in range(8)) + f",{draw.randrange(10)}"
 
     head = ",".join(f"c{i}" for i in range(8)) + ",y\n"
-    write_lines(folder / "raw.json", of_json, size)
-    write_lines(folder / "raw.csv", of_csv, size, head)
-    write_lines(folder / "raw.txt", lambda: " ".join(draw.choices(words, k=40)), size // 4)
+    if "json" in kinds:
+        write_lines(folder / "raw.json", of_json, size)
+    if "csv" in kinds:
+        write_lines(folder / "raw.csv", of_csv, size, head)
+    if "tokens" in kinds:
+        write_lines(folder / "raw.txt", lambda: " ".join(draw.choices(words, k=40)), size // 4)
+        make_tokenizer(folder / "tok.json", words)
+    if "parquet" in kinds:
+        make_parquet(folder / "raw.parquet", size)
+
+
+def make_tokenizer(path: Path, words: list[str]) -> None:
+    """Write the file of a tokenizer for these words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator([" ".join(words)], trainers.BpeTrainer(vocab_size=2000))
-    tokenizer.save(str(folder / "tok.json"))
+    tokenizer.save(str(path))
+
+
+def make_parquet(path: Path, size: int) -> None:
+    """Write eight columns of random doubles, and one of classes."""
     import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     rng, rows = np.random.default_rng(1), size // 72
     table = pa.table(
         {f"c{i}": rng.random(rows) for i in range(8)} | {"y": rng.integers(0, 10, rows)}
     )
-    pq.write_table(table, folder / "raw.parquet", row_group_size=200_000)
+    pq.write_table(table, path, row_group_size=200_000)
 
 
 def took(command: list[str], folder: Path, peak: list[float] | None = None) -> float:
@@ -156,15 +170,18 @@ def copied(folder: Path, then: str = "true") -> float:
     return took(["sh", "-c", f"cp -r ours copy && {then}"], folder)
 
 
-def measured(folder: Path, turns: int, kinds: list[str], alone: bool) -> dict[str, Any]:
+def measured(
+    folder: Path, turns: int, kinds: list[str], alone: bool, workers: list[int]
+) -> dict[str, Any]:
     """Medians and ratios of each kind."""
     found: dict[str, Any] = {}
     for kind in kinds:
         peak: list[float] = []
-        runs: dict[str, Callable[[], float]] = {
+        every: dict[str, Callable[[], float]] = {
             "one": lambda kind=kind, peak=peak: ours(kind, 1, folder, peak),  # type: ignore[misc]
             "two": lambda kind=kind, peak=peak: ours(kind, 2, folder, peak),  # type: ignore[misc]
         }
+        runs = {name: run for n, (name, run) in enumerate(every.items(), 1) if n in workers}
         if kind == "parquet":
             runs["cp"] = lambda: copied(folder)
             runs["cp_synced"] = lambda: copied(folder, "sync -f copy")
@@ -176,9 +193,8 @@ def measured(folder: Path, turns: int, kinds: list[str], alone: bool) -> dict[st
                 times[name].append(run())
                 print(f"{kind} {name} {times[name][-1]:.1f} s", flush=True)
         found[kind] = {name: median(each) for name, each in times.items()}
-        found[kind]["one_over_two"] = found[kind]["one"] / found[kind]["two"]
-        for rival in set(runs) - {"one", "two"}:
-            found[kind][f"{rival}_over_two"] = found[kind][rival] / found[kind]["two"]
+        for other in set(runs) - {"two"} if 2 in workers else ():
+            found[kind][f"{other}_over_two"] = found[kind][other] / found[kind]["two"]
         found[kind]["peak_mb"] = max(peak)
     return found
 
@@ -192,15 +208,18 @@ def main() -> int:
     kinds = ["json", "csv", "tokens", "parquet"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--alone", action="store_true", help="without datasets")
+    parser.add_argument("--workers", type=int, nargs="+", choices=[1, 2], default=[1, 2])
     given = parser.parse_args()
     folder = given.to.resolve()
-    make_raw(folder, given.megabytes)
+    make_raw(folder, given.megabytes, given.kinds)
     link = folder / "raw.jsonl"
     link.unlink(missing_ok=True)
     link.symlink_to("raw.json")
-    for raw in folder.glob("raw.*"):
-        raw.read_bytes()
-    found = measured(folder, given.turns, given.kinds, given.alone)
+    for raw in {path.resolve() for path in folder.glob("raw.*") if path.exists()}:
+        with open(raw, "rb") as file:
+            while file.read(1 << 24):
+                pass
+    found = measured(folder, given.turns, given.kinds, given.alone, given.workers)
     print(json.dumps({"megabytes": given.megabytes, **found}))
     return 0
 

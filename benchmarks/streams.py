@@ -2,8 +2,9 @@
 
     nice -n 10 python benchmarks/streams.py [--kills 50] [--resizes 10] [--only with_state] [--to X]
 
-Each kind of data is trained on by two workers undisturbed; while workers and loader processes are
-killed; and with stops after which the run is resumed with 1, 2, 3, 5 or 7 workers. The SHA-256 of
+Each kind of data is trained on by two workers while workers and loader processes are killed, until
+there were so many kills; and with stops after which the run is resumed with 1, 2, 3, 5 or 7
+workers; and undisturbed, for as many steps. The SHA-256 of
 the parameters is compared, the ledger is audited, and contents of samples are compared with a plain
 read. What gives each sample once (a socket, asked by eight parts) has no undisturbed twin: there,
 no sample may come twice, and a step that is computed again has the samples that it had.
@@ -162,6 +163,8 @@ DATA = {
 COUNT, WINDOW = 1_000_000, 512
 SIZES = (1, 2, 3, 5, 7)
 WORKERS = 2
+MANY = 10**6
+"""Steps of a run that is ended when all kills are done."""
 
 AFTER = """
 import json, sys, time
@@ -216,18 +219,17 @@ class Runs:
     Args:
         folder: with the recipe.
         kind: a key of `DATA`.
-        steps: of each run that is compared.
     """
 
-    def __init__(self, folder: Path, kind: str, steps: int) -> None:
-        self.folder, self.kind, self.steps = folder, kind, steps
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
         (folder / f"{kind}.toml").write_text(JOB + DATA[kind] + "\n")
 
-    def start(self, name: str, *more: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, steps: int, *more: str) -> subprocess.Popen[bytes]:
         """Start a run."""
         address = self.folder / "source"
         own = (f"name={name}", f"arguments.kind={self.kind}", f"arguments.address={address}")
-        given = (*own, f"train.steps={self.steps}", *more)
+        given = (*own, f"train.steps={steps}", *more)
         words = [word for each in given for word in ("--set", each)]
         return self.instep("run", f"{self.kind}.toml", "--json", *words)
 
@@ -262,18 +264,18 @@ class Runs:
 
     def proof(self, name: str, found: dict[str, Any]) -> dict[str, Any]:
         """What a run says of itself, and what an audit with a plain read finds."""
-        kept = ("parameters_sha256", "missing_samples", "repeated_samples", "generations")
+        kept = "steps", "parameters_sha256", "missing_samples", "repeated_samples", "generations"
         told = {key: found[key] for key in kept}
         if self.kind == "once":
-            return told | {"contents": _used_once(self.folder / "runs" / name, self.steps)}
+            return told | {"contents": _used_once(self.folder / "runs" / name, found["steps"])}
         audit = ended(self.instep("audit", f"runs/{name}", "--content", "--json"))
         contents = {key: audit["content"][key] for key in ("recorded", "compared", "wrong")}
         return told | {"contents": contents}
 
-    def resized(self, name: str, resizes: int) -> dict[str, Any]:
+    def resized(self, name: str, steps: int, resizes: int) -> dict[str, Any]:
         """Stop a run so often, and resume it with another number of workers each time."""
-        each = self.steps // (resizes + 1)
-        found = ended(self.start(name, f"train.stop_after_steps={each}"))
+        each = steps // (resizes + 1)
+        found = ended(self.start(name, steps, f"train.stop_after_steps={each}"))
         for number in range(resizes):
             last = number == resizes - 1
             more = [] if last else ["--set", f"train.stop_after_steps={each * (number + 2)}"]
@@ -292,9 +294,9 @@ def _used_once(run: Path, steps: int) -> dict[str, Any]:
 
 
 def ended(command: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """The last line of a command."""
+    """The last line of a command, which may have been interrupted."""
     out, _ = command.communicate()
-    if command.returncode:
+    if command.returncode not in (0, 130):
         raise SystemExit(f"a command ended with {command.returncode}: see err.log")
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
@@ -302,22 +304,25 @@ def ended(command: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 def disturbed(folder: Path, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Compare runs that are disturbed with those that are not."""
-    runs, few = Runs(folder, kind, args.steps), Runs(folder, kind, args.few)
-    run = runs.start(f"{kind}-killed")
+    runs = Runs(folder, kind)
+    run = runs.start(f"{kind}-killed", MANY)
     did = runs.killed(f"{kind}-killed", run, args.kills)
+    run.send_signal(signal.SIGINT)
     broken = runs.proof(f"{kind}-killed", ended(run))
-    again = few.proof(f"{kind}-resized", few.resized(f"{kind}-resized", args.resizes))
-    found = {"steps": args.steps, "kills": did, "resizes": args.resizes}
-    found |= {"killed": broken, "resized": again}
+    steps = max(broken["steps"], args.resizes + 1)
+    again = runs.proof(f"{kind}-resized", runs.resized(f"{kind}-resized", steps, args.resizes))
+    found = {"kills": did, "resizes": args.resizes, "killed": broken, "resized": again}
     if kind == "once":
         exact = [
             each["due"] <= each["recorded"] == each["contents"] == each["pairs"]
             for each in (broken["contents"], again["contents"])
         ]
         return found | {"same": all(exact)}
-    same = [
-        ended(each.start(f"{kind}-calm-{each.steps}"))["parameters_sha256"] for each in (runs, few)
-    ] == [broken["parameters_sha256"], again["parameters_sha256"]]
+    calm = {
+        each: ended(runs.start(f"{kind}-calm-{each}", each))["parameters_sha256"]
+        for each in {broken["steps"], steps}
+    }
+    same = all(calm[each["steps"]] == each["parameters_sha256"] for each in (broken, again))
     return found | {"workers": sorted({WORKERS, *SIZES[: args.resizes]}), "same": same}
 
 
@@ -344,8 +349,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--resizes", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4000, help="of runs in which is killed")
-    parser.add_argument("--few", type=int, default=440, help="of the other runs")
     parser.add_argument("--only", choices=[*DATA, "continued"], action="append")
     parser.add_argument("--to", type=Path, help="an empty folder; a temporary one if left out")
     args = parser.parse_args()

@@ -257,12 +257,15 @@ def split_in_words(event: Mapping[str, Any]) -> str:
     )
 
 
+_AS_WISHED = "each sample as often as the WeightedRandomSampler wishes"
+
+
 def balance_in_words(event: Mapping[str, Any]) -> str:
     """`resample: samples of an epoch: a 150 -> 150, b 40 -> 150`, from `data_balanced`; or
     `sources: a 70 %, b 30 %`."""
     how, names = str(event.get("balance")), event.get("names") or []
-    if how == "sampler":
-        return "each sample as often as the WeightedRandomSampler wishes, rounded down or up"
+    if how == "sampler" and not names:
+        return f"{_AS_WISHED}, rounded down or up"
     if how == "stratified":
         return "stratified: each global batch has the classes in proportion"
     if weights := event.get("class_weights"):
@@ -273,6 +276,7 @@ def balance_in_words(event: Mapping[str, Any]) -> str:
         return f"sources: {listed([f'{name} {100 * n / every:.3g} %' for name, n in pairs], 6)}"
     columns = zip(names, event["before"], event["planned"], strict=True)
     counts = [f"{name} {before:,} -> {planned:,}" for name, before, planned in columns]
+    how = f"{_AS_WISHED}" if how == "sampler" else how
     return f"{how}: samples of an epoch: {listed(counts, 6)}" if counts else how
 
 

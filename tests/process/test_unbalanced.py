@@ -130,6 +130,9 @@ def test_a_weighted_sampler_is_planned_and_a_resumed_run_goes_on_in_it(tmp_path)
     assert main(["resume", str(run), "--workers", "3"]) == 0
     assert_same(run, plain(batches))
     assert RunFolder(run).audit.exact
+    classes = json.loads((run / "summary.json").read_text())["classes"]
+    assert classes["before"] == {"0": 40, "1": 9, "2": 3}
+    assert sorted(classes["planned"].values()) == [17, 17, 17]  # of 52
 
 
 @pytest.mark.tail

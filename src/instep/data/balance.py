@@ -12,12 +12,12 @@ It knows no datasets and no labels, only which samples are of each class. Ways i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from instep.data.class_codes import CountedCodes
-from instep.data.order import Indices, Order, key, keys
+from instep.data.order import BLOCK, Indices, Order, key, keys
 
 _OF_CIRCLE, _OF_SEQUENCE, _OF_OFFSET, _OF_PHASE = 21, 22, 23, 24
 """Purposes of keys."""
@@ -25,7 +25,12 @@ _OF_CIRCLE, _OF_SEQUENCE, _OF_OFFSET, _OF_PHASE = 21, 22, 23, 24
 BETA = 0.999
 """Parameter of the effective number of samples (Cui et al. 2019, arXiv:1901.05555)."""
 
+_ROW, _ROWS, _AT_ONCE = 64, 1 << 18, 1 << 14
+"""Samples of a row of `Wished` at least, rows at most, and samples that are counted at once."""
+
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+_NONE: tuple[Indices, Indices] = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Members:
@@ -183,56 +188,114 @@ class InProportion:
         return offsets
 
 
+class _Rows(NamedTuple):
+    """Positions of an epoch that the samples have, row by row."""
+
+    ends: Indices
+    """[rows + 1]: positions before each row of samples, and in all."""
+    order: Order
+    """Mixes the positions."""
+
+
 class Wished:
     """Samples as often as each is wished: its floor or its ceiling, in one epoch and over any
     number of them. So epochs differ a little in their positions.
 
+    Nothing is kept for a sample but what is given: a row of samples is counted again whenever one
+    of them is looked for.
+
     Args:
-        wishes: [samples], how often each is to come in an epoch, 0 or more.
+        weights: [samples], 0 or more, some above: wishes, in proportion.
         seed: of the job.
+        positions: that an epoch has on average. Left out, the sum of the weights, which then are
+            how often each sample is to come in an epoch.
     """
 
-    def __init__(self, wishes: Sequence[float] | Numbers, seed: int) -> None:
-        self.wishes: Numbers = np.asarray(wishes, np.float64)
-        self.samples, self._seed = max(1, round(float(self.wishes.sum()))), seed
-        phases = keys(seed, _OF_PHASE, np.arange(len(self.wishes)))
-        self._phases: Numbers = phases / 2.0**63
-        self._known: tuple[int, Indices, Order] = (-1, np.empty(0, np.int64), Order(1, 0))
-
-    def counts(self, epoch: int) -> Indices:
-        """How often each sample comes in an epoch, [samples] int64."""
-        begun = np.floor(epoch * self.wishes + self._phases)
-        ended = np.floor((epoch + 1) * self.wishes + self._phases)
-        return (ended - begun).astype(np.int64)
+    def __init__(
+        self, weights: Sequence[float] | Numbers, seed: int, positions: int | None = None
+    ) -> None:
+        self._weights: Numbers = np.asarray(weights, np.float64)
+        total = float(self._weights.sum())
+        self._times = 1.0 if positions is None else positions / total
+        self.samples, self._seed = max(1, round(total * self._times)), seed
+        self.least = float(self._weights.min()) * self._times
+        """The least wish."""
+        self._size = max(_ROW, -(-len(self._weights) // _ROWS))
+        self._known: dict[int, _Rows] = {}  # by epoch; replaced, as threads may share it
+        self._newest: tuple[int, int, Indices, Indices] = (-1, -1, *_NONE)  # of `_block`
 
     def positions(self, epoch: int) -> int:
         """Positions of an epoch."""
-        ends = self._laid_out(epoch)[0]
-        return int(ends[-1])
+        return int(self._rows(epoch).ends[-1])
 
     def indices(self, epoch: int, first: int, stop: int) -> Indices:
         """The samples at positions [first, stop) of an epoch, [stop - first] int64."""
-        ends, order = self._laid_out(epoch)
-        return np.searchsorted(ends, order.indices(epoch, first, stop), side="right")
+        return self._taken(epoch, first, stop)[0]
 
     def times(self, epoch: int, first: int, stop: int) -> Indices:
         """How often each of them has been planned before in the epoch."""
-        ends, order = self._laid_out(epoch)
-        slots = order.indices(epoch, first, stop)
-        sample = np.searchsorted(ends, slots, side="right")
-        return slots - np.where(sample > 0, ends[sample - 1], 0)
+        return self._taken(epoch, first, stop)[1]
 
-    def _laid_out(self, epoch: int) -> tuple[Indices, Order]:
-        """Where the positions of each sample end, and the order of all."""
-        known, ends, order = self._known  # read once: threads may share an order
-        if known != epoch:
-            ends = np.cumsum(self.counts(epoch))
+    def of_classes(self, codes: CountedCodes) -> Numbers:
+        """Positions of an epoch that each class has on average, [classes]."""
+        found, samples = np.zeros(len(codes.counts)), len(self._weights)
+        for first in range(0, samples, _AT_ONCE):
+            chosen = np.arange(first, min(first + _AT_ONCE, samples))
+            found += np.bincount(codes.of(chosen), self._weights[chosen], len(found))
+        own: Numbers = found * self._times
+        return own
+
+    def _taken(self, epoch: int, first: int, stop: int) -> tuple[Indices, Indices]:
+        """Samples, and how often each was planned before."""
+        parts = [_NONE]
+        for number in range(first // BLOCK, -(-stop // BLOCK)):
+            begin, block = number * BLOCK, self._block(epoch, number)
+            within = slice(max(0, first - begin), stop - begin)
+            parts.append((block[0][within], block[1][within]))
+        samples, times = zip(*parts, strict=True)
+        return np.concatenate(samples), np.concatenate(times)
+
+    def _block(self, epoch: int, number: int) -> tuple[Indices, Indices]:
+        """Samples and times of `BLOCK` positions, which are looked for together."""
+        *known, samples, times = self._newest  # read once
+        if known != [epoch, number]:
+            rows = self._rows(epoch)
+            stop = min((number + 1) * BLOCK, int(rows.ends[-1]))
+            samples, times = self._found(epoch, rows.order.indices(epoch, number * BLOCK, stop))
+            self._newest = epoch, number, samples, times
+        return samples, times
+
+    def _found(self, epoch: int, places: Indices) -> tuple[Indices, Indices]:
+        """Samples by places in an epoch that is not mixed, and how often each came before."""
+        before = self._rows(epoch).ends
+        rows = np.unique(np.searchsorted(before, places, side="right") - 1)
+        members = (rows[:, None] * self._size + np.arange(self._size)).ravel()
+        there = members < len(self._weights)
+        counts = np.zeros(len(members), np.int64)
+        counts[there] = self._counts(epoch, members[there])
+        ends = (counts.reshape(-1, self._size).cumsum(1) + before[rows, None]).ravel()
+        found = np.searchsorted(ends, places, side="right")
+        return members[found], places - ends[found] + counts[found]
+
+    def _counts(self, epoch: int, samples: Indices) -> Indices:
+        """Counts of samples in an epoch, [count] int64."""
+        wishes = self._weights[samples] * self._times
+        phases = keys(self._seed, _OF_PHASE, samples) / 2.0**63
+        begun, ended = (np.floor(n * wishes + phases) for n in (epoch, epoch + 1))
+        return (ended - begun).astype(np.int64)
+
+    def _rows(self, epoch: int) -> _Rows:
+        """Counts all samples of an epoch, some at a time."""
+        if (found := self._known.get(epoch)) is None:
+            samples, size = len(self._weights), self._size
+            ends, together = np.zeros(1 - (-samples // size), np.int64), -(-_AT_ONCE // size)
+            for row in range(0, len(ends) - 1, together):
+                stop = min((row + together) * size, samples)
+                counts = self._counts(epoch, np.arange(row * size, stop))
+                sums = np.add.reduceat(counts, np.arange(0, len(counts), size))
+                ends[row + 1 : row + 1 + len(sums)] = sums
+            np.cumsum(ends, out=ends)
             order = Order(max(1, int(ends[-1])), key(self._seed, _OF_SEQUENCE))
-            self._known = epoch, ends, order
-        return ends, order
-
-
-def evenly(positions: int, steps: int) -> Indices:
-    """Sizes of so many steps that differ by one at most: [steps] int64."""
-    cuts = np.arange(steps + 1, dtype=np.int64) * positions // steps
-    return np.diff(cuts)
+            found = _Rows(ends, order)
+            self._known = {**dict([*self._known.items()][-1:]), epoch: found}
+        return found

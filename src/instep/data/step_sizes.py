@@ -6,8 +6,9 @@ epoch has and which range each takes: one integer for a step, derived, and none 
 `Batches` asks it, and everything that needs a step's place asks `Batches`.
 
 To add a way of cutting: a class with these members, given to `Batches`. Where all that varies is
-the size of each step, `DrawnSizes` is one. Reports, which know neither datasets nor secret keys,
-read what steps took from the ledger: `RecordedSizes`. It knows no datasets.
+the size of each step, `DrawnSizes` is one; where that of each epoch, `EvenSizes`. Reports, which
+know neither datasets nor secret keys, read what steps took from the ledger: `RecordedSizes`. It
+knows no datasets.
 """
 
 from __future__ import annotations
@@ -85,6 +86,27 @@ class DrawnSizes:
             newest = [*self._ends.items()][1 - _KEPT :]
             self._ends = {**dict(newest), epoch: found}
         return found
+
+
+class EvenSizes:
+    """Steps that differ by one position at most, in epochs that differ in theirs.
+
+    Args:
+        steps: of each epoch, 1 or more.
+        micro_batches: of each step, of even size.
+        positions: how many an epoch has.
+    """
+
+    total: int | None = None
+
+    def __init__(self, steps: int, micro_batches: int, positions: Callable[[int], int]) -> None:
+        self.steps, self.positions, self._parts = steps, positions, micro_batches
+
+    def of(self, epoch: int, number: int) -> Position:
+        """Range of a step, from 0."""
+        end = self.positions(epoch)
+        first, stop = (end * n // self.steps for n in (number, number + 1))
+        return evenly_cut(epoch, first, stop, self._parts)
 
 
 class RecordedSizes:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -65,6 +64,15 @@ class Grouped(NamedTuple):
     """[samples]."""
 
 
+class Wishes(NamedTuple):
+    """Weights that say how often samples are to come."""
+
+    weights: np.ndarray[Any, np.dtype[np.float64]]
+    """[samples], those of the sampler and no copy."""
+    positions: int
+    """In an epoch."""
+
+
 class LoaderParts(NamedTuple):
     """A dataset and how to read it, as the user gave them."""
 
@@ -80,17 +88,16 @@ class LoaderParts(NamedTuple):
     """What the user gave, where `dataset` is a side of it (`side`)."""
 
     @property
-    def wishes(self) -> Tensor | None:
-        """How often a `WeightedRandomSampler` wants each sample in an epoch, [samples] float64;
-        None where there is none, or it is of a side of the dataset."""
+    def wishes(self) -> Wishes | None:
+        """Wishes of a `WeightedRandomSampler`; None where there is none, or it is of a side of
+        the dataset."""
         sampler = _sampler(self.loader) if self.loader is not None else None
         if type(sampler) is not WeightedRandomSampler or self.whole is not None:
             return None
-        weights = sampler.weights.detach().double().cpu()
+        weights = sampler.weights.detach().double().cpu().numpy()
         if len(weights) != len(self.dataset):
             return None
-        wishes: Tensor = weights * (sampler.num_samples / weights.sum())
-        return wishes
+        return Wishes(weights, sampler.num_samples)
 
     @property
     def grouped(self) -> Grouped | None:

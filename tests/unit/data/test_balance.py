@@ -1,5 +1,7 @@
 """Classes come as often as planned, in one epoch and over all, at any batch."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,9 @@ from instep.data.balance import (
     Members,
     Wished,
     class_weights,
-    evenly,
     planned_counts,
 )
+from instep.data.step_sizes import EvenSizes
 
 COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -58,23 +60,39 @@ def test_each_sample_comes_the_floor_or_ceiling_of_its_wish_over_any_number_of_e
 
 
 @given(
-    weights=st.lists(st.floats(0.01, 5), min_size=2, max_size=40),
+    weights=st.lists(st.floats(0, 5), min_size=2, max_size=40).filter(lambda given: sum(given) > 1),
+    copies=st.integers(1, 8),
     many=st.integers(1, 90),
     seed=st.integers(0, 9),
 )
-def test_a_samplers_weights_are_wishes_of_each_sample(weights, many, seed):
-    wishes = np.array(weights) / sum(weights) * many
-    order, total = Wished(wishes, seed), np.zeros(len(wishes), np.int64)
+def test_a_samplers_weights_are_wishes_of_each_sample(weights, copies, many, seed):
+    given_weights = np.tile(weights, copies)
+    wishes = given_weights / given_weights.sum() * many
+    order, total = Wished(given_weights, seed, many), np.zeros(len(wishes), np.int64)
     for epoch in range(6):
         positions = order.positions(epoch)
-        assert evenly(positions, 4).sum() == positions
         if not positions:
             continue
         found = counted(order, epoch, positions, len(wishes))
-        assert np.array_equal(found, order.counts(epoch))
         assert within(found, wishes)
         total += found
         assert within(total, (epoch + 1) * wishes)
+        sizes = EvenSizes(4, 3, order.positions)
+        cuts = [sizes.of(epoch, n)[1:] for n in range(4)]
+        assert cuts == [(positions * n // 4, positions * (n + 1) // 4) for n in range(4)]
+    indices, times = (ask(5, 0, order.positions(5)) for ask in (order.indices, order.times))
+    assert len({*zip(indices.tolist(), times.tolist(), strict=True)}) == order.positions(5)
+
+
+def test_a_samplers_weights_are_all_that_is_kept_for_a_sample():
+    weights = np.random.default_rng(1).random(1 << 22)
+    tracemalloc.start()
+    order = Wished(weights, 5, len(weights))
+    for epoch in range(2):
+        assert len(order.indices(epoch, 500_000, 500_512)) == 512
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2 * len(weights)
 
 
 def test_torchs_sampler_leaves_a_third_unseen_where_the_plan_leaves_none():

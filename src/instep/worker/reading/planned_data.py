@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from instep.data.balance import (
     ClassOrder,
     InProportion,
     Members,
     Wished,
     class_weights,
-    evenly,
     planned_counts,
 )
 from instep.data.batches import Batches
@@ -26,8 +27,8 @@ from instep.data.order import AnyOrder, Indices, Order, steps_in_epoch
 from instep.data.reading.streams.mixed import MixedStreams
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.splits.columns import Classes, Column
-from instep.data.step_sizes import DrawnSizes
-from instep.data.torch_loader import LoaderParts
+from instep.data.step_sizes import EvenSizes
+from instep.data.torch_loader import LoaderParts, Wishes
 from instep.data.weighted import HowSampled, SampleWeights
 from instep.data.windowed import Windowed
 from instep.engine.member import Member
@@ -76,7 +77,7 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
     """
     samples, given = len(recipe.train), recipe.given["train"]
     if given.wishes is not None and not job.data.balance:
-        return _wished(job, given.wishes)
+        return _wished(job, recipe, given.wishes)
     planned = PlannedData(Batches.of_job(job, samples))
     if isinstance(recipe.train, MixedStreams):
         return planned._replace(balanced=told_of(recipe.train))
@@ -155,7 +156,7 @@ def _told(how: str, classes: _Classes, planned: Indices, weights: list[float]) -
     }
 
 
-def _wished(job: JobSpec, wishes: Any) -> PlannedData:
+def _wished(job: JobSpec, recipe: Recipe, wishes: Wishes) -> PlannedData:
     """Plan what a `WeightedRandomSampler` asks for."""
     if job.data.order != "global":
         raise SpecError(
@@ -163,21 +164,28 @@ def _wished(job: JobSpec, wishes: Any) -> PlannedData:
             "WeightedRandomSampler: samples that come as often as it says are in an order of "
             "their own. Set data.order = 'global', or give the dataset itself."
         )
-    order = Wished(wishes, job.seed)
+    if not (wishes.weights.min() >= 0 and 0 < wishes.weights.sum() < float("inf")):
+        raise RecipeError(
+            "Recipe.train's DataLoader has a WeightedRandomSampler with a weight below 0 or "
+            "not finite, or with no weight above 0. Give numbers from 0, and some above."
+        )
+    order = Wished(wishes.weights, job.seed, wishes.positions)
     commit = job.per_commit
     steps = steps_in_epoch(order.samples, commit.global_batch)
-    sizes = DrawnSizes(
-        steps, commit.micro_batches, lambda epoch: evenly(order.positions(epoch), steps)
-    )
-    told = {
-        "balance": "sampler",
-        "names": [],
-        "before": [],
-        "planned": [],
-        "class_weights": [],
-        "seen_least": int(order.wishes.min()),
-    }
+    sizes = EvenSizes(steps, commit.micro_batches, order.positions)
+    told = _told_of_sampler(job, recipe, order)
     return PlannedData(Batches.of_job(job, order.samples, sizes), HowSampled(order), told)
+
+
+def _told_of_sampler(job: JobSpec, recipe: Recipe, order: Wished) -> dict[str, Any]:
+    """Fields of the event; with classes where the user says them and no sample has to be read."""
+    named = job.data.labels or recipe.labels
+    told: dict[str, Any] = {"names": [], "before": [], "planned": [], "class_weights": []}
+    if named is not None and not callable(named):
+        classes = _classes(job, recipe, len(recipe.train))
+        planned = np.rint(order.of_classes(classes.codes)).astype(np.int64)
+        told = _told("sampler", classes, planned, [])
+    return {**told, "balance": "sampler", "seen_least": int(order.least)}
 
 
 def _by_length(job: JobSpec, recipe: Recipe, planned: PlannedData) -> PlannedData:
@@ -255,7 +263,7 @@ def say_balance(member: Member, planned: PlannedData) -> None:
         return
     before = RunFolder(member.run).last("data_balanced")
     for field in ("before", "planned"):
-        if before and before[field] != planned.balanced[field]:
+        if before and before[field] and before[field] != planned.balanced[field]:
             raise DataError(
                 f"the {_MIXED.get(before['balance'], 'classes')} of the training set have changed "
                 f"since the run was started: {before[field]} samples then, "
