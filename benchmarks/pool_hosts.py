@@ -31,7 +31,7 @@ from pooling import JOB, RECIPE, instep, wait_for
 
 from instep.detached import pid_of
 from instep.events import read_events
-from instep.pool.hosts.placement import places_taken
+from instep.pool.hosts.free_places import places_taken
 from instep.pool.pool_file import PoolFolder
 from instep.store.run_folder import RunFolder
 

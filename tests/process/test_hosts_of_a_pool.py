@@ -18,7 +18,7 @@ from test_partitions import needs_hosts
 from instep.detached import lives, pid_of
 from instep.events import read_events
 from instep.lab.netlab import OUTSIDE, Network
-from instep.pool.hosts.placement import places_taken
+from instep.pool.hosts.free_places import places_taken
 from instep.pool.jobs import PoolJob
 from instep.pool.pool_file import PoolFolder
 from instep.store.run_folder import RunFolder

@@ -39,6 +39,7 @@ from instep.pool.jobs import (
     RunSeen,
 )
 from instep.pool.paces.curve import curve_of, left_of, noted, with_pace
+from instep.pool.paces.doubts import doubted, inherited
 from instep.pool.policy import plan
 
 HALF_LIFE_S = 86_400.0
@@ -109,7 +110,10 @@ def replan(state: PoolState, now: float) -> PoolState:
         more = workers - job.held
         if more > free or (job.status == RUNNING and now - job.changed < GROW_S):
             continue
-        if job.status in (WAITING, RUNNING):
+        if job.fixed and job.status == RUNNING:  # it goes on with more from its next start
+            free -= more
+            jobs[job.id] = replace(noted(job, now), status=STOPPING, target=0, changed=now)
+        elif job.status in (WAITING, RUNNING):
             free -= max(0, more)
             jobs[job.id] = replace(
                 noted(job, now),
@@ -140,11 +144,13 @@ def _seen(state: PoolState, job: PoolJob, event: RunSeen, now: float) -> PoolJob
         job = without(state, job, event.lost, event.begun, now)
     elif job.status == RUNNING:
         job = replace(job, held=max(job.target, event.workers))
+    job = replace(job, paces=paces)
+    if event.pace is not None:
+        job = replace(job, doubts=doubted(job, event.pace[0], now))
     return replace(
         job,
         left_s=left,
         seen=now if event.step else 0.0,  # before its first step it is not less from then on
-        paces=paces,
         head_s=head_s,
         step=event.step,
         steps=event.steps or job.steps,
@@ -160,7 +166,8 @@ def _with_length(state: PoolState, job: PoolJob) -> PoolJob:
             return replace(job, left_s=other.results.get("seconds"))
         if other.steps and other.paces:
             left_s = other.steps * curve_of(other.paces).one_s
-            return replace(job, left_s=left_s, paces=other.paces)
+            doubts = inherited(other.doubts, job.submitted)
+            return replace(job, left_s=left_s, paces=other.paces, doubts=doubts)
     return job
 
 

@@ -118,6 +118,8 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     """When that was so, if it runs."""
     paces: tuple[tuple[int, float], ...] = ()
     """Seconds of a step with so many workers, as they were measured."""
+    doubts: tuple[tuple[int, float, int], ...] = ()
+    """Workers that were no faster than fewer, when that was measured last, and how often."""
     like: str = ""
     """Jobs with the same need the same time."""
     head_s: float | None = None

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from instep.pool.flows import verdict
 from instep.pool.jobs import COMMAND, RUN, RUNNING, WAITING, PoolJob, PoolState
-from instep.pool.paces.curve import curve_of, left_of
+from instep.pool.paces.curve import Paces, StepCurve, curve_of, left_of
+from instep.pool.paces.doubts import believed, is_slow
 
 USED_S = 300.0
 """Differences in use of less, in core seconds for a weight of 1, park nobody."""
@@ -31,10 +32,12 @@ KEPT = 1.25
 SHORT_FIRST = 0.5
 """Workers go to short jobs rather than to long ones, by this power of their length."""
 
-LEAST_EFFICIENCY = 0.25
-
 UNMEASURED = 4
 """Workers that a job has before its steps are measured; then at most twice as many as were."""
+
+RESTART_GAIN = 5.0
+"""A run that cannot be resized ends and begins again with more workers where that saves so many
+times the seconds that its start took."""
 
 UNKNOWN_S = 600.0
 """A job whose length is not known is taken to need so many seconds of one worker."""
@@ -60,6 +63,10 @@ def plan(state: PoolState, now: float, *, explain: bool = True) -> WorkerPlan:
     jobs = [job for job in jobs if not behind.get(job.id)]
     given = _WorkersDealt(state, jobs, now)
     given.deal()
+    in_vain = {job.id for job in jobs if _begins_again_in_vain(job, given.found[job.id], now)}
+    if in_vain:  # what they cannot use is for others
+        given = _WorkersDealt(state, jobs, now, in_vain)
+        given.deal()
     reasons = given.reasons
     for job in given.left() if explain else ():
         reasons[job.id] = _refusal(state, job, job.at_least, given.totals[job.share], free=0)
@@ -69,8 +76,16 @@ def plan(state: PoolState, now: float, *, explain: bool = True) -> WorkerPlan:
 class _WorkersDealt:
     """The workers that are given so far, share by share; who cannot have more now never can."""
 
-    def __init__(self, state: PoolState, jobs: Sequence[PoolJob], now: float) -> None:
+    def __init__(
+        self,
+        state: PoolState,
+        jobs: Sequence[PoolJob],
+        now: float,
+        rigid: Collection[str] = (),
+    ) -> None:
         self._state, self._now, self.free = state, now, state.cores
+        self._rigid = rigid  # jobs that keep the workers that they have
+        self._paces: dict[str, Paces] = {}
         self.found = dict.fromkeys((job.id for job in jobs), 0)
         self.totals = dict.fromkeys((job.share for job in jobs), 0)
         self.reasons: dict[str, str] = {}
@@ -107,17 +122,24 @@ class _WorkersDealt:
             self.reasons[job.id] = why
             return
         self._give(job, least)
-        if not job.fixed:
+        if job.id not in self._rigid:
             self._push(job)
 
+    def _paces_of(self, job: PoolJob) -> Paces:
+        if job.id not in self._paces:
+            self._paces[job.id] = believed(job, self._now)
+        return self._paces[job.id]
+
     def _grow(self, job: PoolJob) -> None:
-        if _may_grow(self._state, job, self.found, self.totals, self.free):
+        found, paces = self.found[job.id], self._paces_of(job)
+        if _may_grow(self._state, job, paces, found, self.totals[job.share], self.free):
             self._give(job, job.unit)
             self._push(job)
 
     def _push(self, job: PoolJob) -> None:
         left_s = left_of(job, self._now)
-        worth = gain(job, self.found[job.id], UNKNOWN_S if left_s is None else left_s)
+        left_s = UNKNOWN_S if left_s is None else left_s
+        worth = gain(job, self.found[job.id], left_s, curve_of(self._paces_of(job)))
         heapq.heappush(self._growing[job.share], (-worth, job.id, job))
 
     def _look_ahead(self, share: str) -> None:
@@ -186,29 +208,48 @@ def _refusal(state: PoolState, job: PoolJob, least: int, total: int, free: int) 
 
 
 def _may_grow(
-    state: PoolState, job: PoolJob, found: Mapping[str, int], totals: Mapping[str, int], free: int
+    state: PoolState, job: PoolJob, paces: Paces, found: int, total: int, free: int
 ) -> bool:
-    workers = found[job.id] + job.unit
-    within = totals[job.share] + job.unit <= state.limits.get(job.share, workers + state.cores)
-    speed = curve_of(job.paces).speed
-    useful = speed(workers) / workers >= LEAST_EFFICIENCY and speed(workers) > speed(found[job.id])
-    seen = workers <= most_measured(job)
-    return workers <= job.at_most and job.unit <= free and within and useful and seen
+    workers = found + job.unit
+    within = total + job.unit <= state.limits.get(job.share, workers + state.cores)
+    seen = workers <= most_measured(job, paces)
+    room = workers <= job.at_most and job.unit <= free and within and seen
+    return room and not is_slow(paces, found, workers)
 
 
-def most_measured(job: PoolJob) -> int:
-    """Workers that a job may have beyond its `at_least` until its steps are measured with more."""
+def most_measured(job: PoolJob, paces: Paces) -> int:
+    """Workers that a job may have beyond its `at_least` until its steps are measured with more.
+
+    Args:
+        job: that is to grow.
+        paces: those of it that are believed.
+    """
     if job.kind != RUN:  # the trials of a search are measured by nobody
         return job.at_most
-    return max(UNMEASURED, 2 * job.paces[-1][0] if job.paces else 0)
+    return max(UNMEASURED, 2 * paces[-1][0] if paces else 0)
 
 
-def gain(job: PoolJob, workers: int, left_s: float) -> float:
+def gain(job: PoolJob, workers: int, left_s: float, curve: StepCurve) -> float:
     """The worth of some more workers for a job that has so many, and so many seconds left."""
-    speed = curve_of(job.paces).speed
-    more = (speed(workers + job.unit) - speed(workers)) / job.unit
+    more = (curve.speed(workers + job.unit) - curve.speed(workers)) / job.unit
     kept = KEPT if job.status == RUNNING and workers < job.target else 1.0
     return kept * more / math.pow(max(1.0, left_s), SHORT_FIRST)
+
+
+def is_worth_a_restart(job: PoolJob, workers: int, now: float) -> bool:
+    """Whether a run that cannot be resized is to stop at a commit, and go on with more workers."""
+    left_s = left_of(job, now)
+    if left_s is None or job.head_s is None or not job.step:
+        return False
+    speed = curve_of(believed(job, now)).speed
+    saved_s = left_s / speed(job.target) - left_s / speed(workers)
+    return saved_s > RESTART_GAIN * job.head_s
+
+
+def _begins_again_in_vain(job: PoolJob, workers: int, now: float) -> bool:
+    """Whether a run would have to begin again for workers that it is given, and gain too little."""
+    grows = job.fixed and job.status == RUNNING and workers > job.target
+    return grows and not is_worth_a_restart(job, workers, now)
 
 
 Policy = Callable[[PoolState, float], WorkerPlan]

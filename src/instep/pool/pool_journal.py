@@ -7,9 +7,7 @@ jobs there are, so a changed digit or a lost row is noticed. Way in: `PoolJourna
 
 from __future__ import annotations
 
-import re
 import sqlite3
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +17,7 @@ import msgspec
 
 from instep.errors import RunError
 from instep.pool.jobs import PoolEvent, PoolHost, PoolJob, PoolState
-from instep.store.own_rows import open_rows
+from instep.store.own_rows import open_rows, summed, unsummed
 
 FILE = "pool.sqlite"
 VERSION = 1
@@ -29,9 +27,6 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, job TEXT)",
     "CREATE TABLE IF NOT EXISTS about (one PRIMARY KEY, about TEXT)",
 )
-
-
-_END = re.compile(r" [0-9a-f]{8}")
 
 _Row = TypeVar("_Row")
 
@@ -136,15 +131,8 @@ class PoolJournal:
 
     def _checked(self, name: str, text: object, kind: type[_Row]) -> _Row:
         """The value of a row; rows of earlier versions have no checksum."""
-        if not isinstance(text, str):  # one byte of the file says which type it is
-            raise self._damaged(f"{name}: it is no text")
-        value, end = text, ""
-        if _END.fullmatch(text[-9:]):
-            value, end = text[:-9], text[-8:]
         try:
-            if end and int(end, 16) != _sum(name, value):
-                raise ValueError("it does not match its checksum")
-            return msgspec.json.decode(value, type=kind)
+            return msgspec.json.decode(unsummed(name, text), type=kind)
         except ValueError as error:  # msgspec's too
             raise self._damaged(f"{name}: {error}") from None
 
@@ -167,9 +155,4 @@ class PoolJournal:
 
 def _summed(name: str, value: object) -> str:
     """A row's text: the value, and the checksum of its name and it."""
-    text = msgspec.json.encode(value).decode()
-    return f"{text} {_sum(name, text):08x}"
-
-
-def _sum(name: str, text: str) -> int:
-    return zlib.crc32(f"{name} {text}".encode())
+    return summed(name, msgspec.json.encode(value).decode())

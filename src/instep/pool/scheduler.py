@@ -26,6 +26,7 @@ from instep.pool.jobs import (
     TimePassed,
 )
 from instep.pool.paces.curve import left_of
+from instep.pool.paces.doubts import is_pace_news
 
 TICK_S = 5.0
 """Between two counts of use, where nothing happens."""
@@ -144,6 +145,8 @@ class PoolScheduler:
         elif job.status == RUNNING and job.held != max(job.target, sight.workers):
             return True
         if (sight.steps and not job.steps) or (sight.first and not job.step and sight.step):
+            return True
+        if sight.pace is not None and is_pace_news(job, *sight.pace, now):
             return True
         before = left_of(job, now)
         if sight.left_s is None or before is None:

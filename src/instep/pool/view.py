@@ -10,7 +10,9 @@ import msgspec
 
 from instep.pool.ahead.forecast import JobForecast, forecast
 from instep.pool.flows import AFTER_END, FAILED, verdict
-from instep.pool.hosts.placement import places_taken, room_refusal, with_hosts
+from instep.pool.hosts.free_places import places_taken
+from instep.pool.hosts.keeping import KeptPlaces
+from instep.pool.hosts.placement import placed_and_kept, room_refusal, with_hosts
 from instep.pool.jobs import (
     COMMAND,
     ENDED,
@@ -21,8 +23,10 @@ from instep.pool.jobs import (
     PoolJob,
     PoolState,
 )
-from instep.pool.policy import UNKNOWN_S, most_measured, plan
+from instep.pool.paces.doubts import believed
+from instep.pool.policy import RESTART_GAIN, UNKNOWN_S, most_measured, plan
 from instep.units import readable_bytes, readable_count, readable_seconds
+from instep.words import listed, plural
 
 LISTED = 20_000
 """Jobs times moments that a list looks ahead; one job may look further."""
@@ -76,7 +80,8 @@ def job_lines(state: PoolState, now: float | None = None) -> list[str]:
     """A table of the jobs that have not ended, and of the last that have."""
     now = time.time() if now is None else now
     state = with_hosts(state, now)
-    reasons, ahead = plan(state, now).reasons, forecast(state, now, most=LISTED)
+    planned, ahead = plan(state, now), forecast(state, now, most=LISTED)
+    reasons = {**planned.reasons, **_kept_reasons(state, planned.workers, now)}
     names = ("job", "share", "state", "workers", "priority", "step", "starts", "ends", "waits for")
     rows = [names]
     ended = sorted((j for j in state.jobs.values() if j.ended), key=lambda job: job.ended or 0.0)
@@ -128,10 +133,13 @@ def explanation(
         lines.append(f"workers {job.held} of {job.at_most}, {job.at_least} at least")
         if job.fixed:
             lines.append(
-                "size    its run cannot be resized, so it keeps its workers to its end; --at-least "
-                "has it begin with more"
+                "size    its run is resized by another start at its last commit: with more once "
+                f"that saves {RESTART_GAIN:g} times what a start takes, with fewer only if others "
+                "need its cores"
             )
-        elif job.target < job.at_most and job.target + job.unit > most_measured(job):
+        elif job.target < job.at_most and job.target + job.unit > most_measured(
+            job, believed(job, now)
+        ):
             lines.append(
                 f"size    more than {job.target} once its steps are measured with so many; "
                 "--at-least has more from the start"
@@ -151,13 +159,32 @@ def explanation(
                 if other.held > planned.workers.get(other.id, 0)
             ]
             why = f"{job.at_least} cores: {', '.join(givers) or 'the scheduler'} gives them now"
-            if state.hosts and not givers:
-                why = room_refusal(state, job) or why
+            if state.hosts:
+                kept = _kept_reasons(state, planned.workers, now).get(job.id)
+                why = kept or (room_refusal(state, job) if not givers else "") or why
         lines.append(f"waits   {why}")
         if job.needs is not None and verdict(job, state.jobs)[1]:
             lines.append(f"needs   {_after_needs(job.needs)}")
         lines += _ahead_lines(job, _of(state, job, now, ahead), now)
     return lines
+
+
+def _kept_reasons(state: PoolState, wanted: Mapping[str, int], now: float) -> dict[str, str]:
+    """Reasons of the jobs that come first, and have no room on the hosts yet."""
+    if not state.hosts:
+        return {}
+    found = placed_and_kept(state, wanted, now)[1]
+    return {name: _kept_text(state.jobs[name], kept) for name, kept in found.items() if kept}
+
+
+def _kept_text(job: PoolJob, kept: KeptPlaces) -> str:
+    memory = f" of {readable_bytes(job.memory)}" if job.memory else ""
+    places = f"{plural(job.at_least, 'worker')}{memory}"
+    where = listed([*kept.places], 3)
+    if kept.gives:
+        return f"{places}: on {where}, where {listed([*kept.gives], 3)} gives some up now"
+    others = listed(kept.waits_for, 3)
+    return f"{places}: kept for it on {where}, once {others} has given back what it has there"
 
 
 def _of(

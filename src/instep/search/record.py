@@ -2,7 +2,8 @@
 
 One SQLite file in the folder of the search, with one writer, which has the folder locked. A trial
 is a row when its values are chosen, before its run begins, and gets its result when its run is
-over. Nothing is ever changed after that. Way in: `SearchRecord`.
+over. Nothing is ever changed after that. Each text ends with its checksum, and one row says how
+many trials are chosen, so a changed digit or a lost row is noticed. Way in: `SearchRecord`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from instep.errors import RunError
 from instep.search.results import Result, ToldTrial, Values
 from instep.store.own_files import lock, open_own, unlock
-from instep.store.own_rows import open_rows
+from instep.store.own_rows import open_rows, summed, unsummed
 
 FILE = "search.sqlite"
 LOCK = "search.id"
@@ -29,6 +30,10 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS trials "
     "(number INTEGER PRIMARY KEY, chosen TEXT NOT NULL, bounds TEXT NOT NULL, result TEXT)",
 )
+
+
+_COUNT = "chosen"
+"""The fact that says how many trials are chosen; earlier versions wrote none."""
 
 
 class SearchRecord:
@@ -64,56 +69,113 @@ class SearchRecord:
     def about(self) -> dict[str, str]:
         """Facts about the search: its job."""
         with self._usable():
-            return dict(self._rows.execute("SELECT key, value FROM about"))
+            rows = self._rows.execute("SELECT key, value FROM about").fetchall()
+        return {key: self._text(f"fact {key}", value) for key, value in rows}
 
     def keep_about(self, values: Mapping[str, str]) -> None:
         """Write facts about the search."""
+        rows = [(key, summed(f"fact {key}", value)) for key, value in values.items()]
         with self._usable():
-            self._rows.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", [*values.items()])
+            self._rows.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
 
     def chosen(self) -> list[tuple[Values, tuple[tuple[int, float], ...]]]:
         """The values of each trial, and its bounds at rungs, in order."""
-        with self._usable():
-            found = self._rows.execute("SELECT chosen, bounds FROM trials ORDER BY number")
-            return [
-                (json.loads(values), tuple((rung, bound) for rung, bound in json.loads(bounds)))
-                for values, bounds in found
-            ]
+        with self._usable(), self._at_once():
+            query = "SELECT number, chosen, bounds FROM trials ORDER BY number"
+            rows, known = self._rows.execute(query).fetchall(), self.about().get(_COUNT)
+        if [number for number, *_ in rows] != [*range(len(rows))]:
+            raise self._damaged(f"it has {len(rows)} trials, and not the first ones")
+        if known is not None and known != str(len(rows)):
+            raise self._damaged(f"it has {len(rows)} trials, and had {known}")
+        return [
+            (
+                self._value(f"the values of trial {number}", values),
+                tuple(
+                    (rung, bound)
+                    for rung, bound in self._value(f"the bounds of trial {number}", bounds)
+                ),
+            )
+            for number, values, bounds in rows
+        ]
 
     def results(self) -> dict[int, ToldTrial]:
         """The trials that are over."""
         with self._usable():
-            found = self._rows.execute(
+            rows = self._rows.execute(
                 "SELECT number, chosen, result FROM trials WHERE result IS NOT NULL ORDER BY number"
-            )
-            return {
-                number: ToldTrial(json.loads(values), _result(json.loads(result)))
-                for number, values, result in found
-            }
+            ).fetchall()
+        found = {}
+        for number, values, result in rows:
+            name = f"the result of trial {number}"
+            table = self._value(name, result)
+            with self._readable(name):
+                told = _result(table)
+            found[number] = ToldTrial(self._value(f"the values of trial {number}", values), told)
+        return found
 
     def choose(self, number: int, values: Values, bounds: tuple[tuple[int, float], ...]) -> None:
         """Write the values of a trial, before its run begins."""
-        with self._usable():
-            row = number, json.dumps(dict(values)), json.dumps(bounds)
-            self._rows.execute("INSERT INTO trials (number, chosen, bounds) VALUES (?, ?, ?)", row)
+        row = (
+            number,
+            summed(f"the values of trial {number}", json.dumps(dict(values))),
+            summed(f"the bounds of trial {number}", json.dumps(bounds)),
+        )
+        count = _COUNT, summed(f"fact {_COUNT}", str(number + 1))
+        with self._usable(), self._at_once():
+            text = "INSERT INTO trials (number, chosen, bounds) VALUES (?, ?, ?)"
+            self._rows.execute(text, row)
+            self._rows.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", count)
 
     def tell(self, number: int, result: Result) -> None:
         """Write the result of a trial."""
+        text = summed(f"the result of trial {number}", json.dumps(result._asdict()))
         with self._usable():
-            text = json.dumps(result._asdict())
             self._rows.execute(
                 "UPDATE trials SET result = ? WHERE number = ? AND result IS NULL", (text, number)
             )
+
+    def _text(self, name: str, text: object) -> str:
+        with self._readable(name):
+            return unsummed(name, text)
+
+    def _value(self, name: str, text: object) -> Any:
+        with self._readable(name):
+            return json.loads(unsummed(name, text))
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, LookupError) as error:  # of JSON too
+            raise self._damaged(f"{name}: {error}") from None
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Execute all statements or none; what is read is of one moment."""
+        self._rows.execute("BEGIN")
+        try:
+            yield
+            self._rows.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._rows.execute("ROLLBACK")
+            raise
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, sqlite3.Error, ValueError, TypeError, LookupError) as error:
+        except (OSError, sqlite3.Error, UnicodeError) as error:  # its own words may be damaged
             raise RunError(
                 f"{self._path} cannot be used: {error}. Make room, or get access to it; if it is "
                 "damaged, begin another search with --name."
             ) from None
+
+    def _damaged(self, why: str) -> RunError:
+        return RunError(
+            f"{self._path} is damaged: {why}. Put a copy of it back, or begin another search with "
+            "--name."
+        )
 
 
 def _result(table: dict[str, Any]) -> Result:

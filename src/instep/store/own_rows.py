@@ -1,20 +1,25 @@
 """Opens SQLite files of ours that have one writer and outlive it: what is written is on the disk.
 
 What lies in them their owners know: the record of a search, the journal of a pool. Who reads makes
-and changes nothing beside them, as SQLite itself would (the index of a write-ahead log).
+and changes nothing beside them, as SQLite itself would (the index of a write-ahead log). A text in
+a row can end with its checksum (`summed`, `unsummed`), so a changed digit is noticed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import tempfile
+import zlib
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
 from instep.errors import RunError
 from instep.plain_file import beside_of, check_plain, plain
+
+_END = re.compile(r" [0-9a-f]{8}")
 
 
 def open_rows(
@@ -106,3 +111,32 @@ def _copied(path: Path, log: Path) -> sqlite3.Connection:
         finally:
             copy.close()
     return found
+
+
+def summed(name: str, text: str) -> str:
+    """A text of a row, with the checksum of its name and itself at its end."""
+    return f"{text} {_sum(name, text):08x}"
+
+
+def unsummed(name: str, text: object) -> str:
+    """A text of a row, without its checksum; those of earlier versions have none.
+
+    Args:
+        name: of the text, as it was given to `summed`.
+        text: as it was found in the row.
+
+    Raises:
+        ValueError: it is no text, or not what was written; it says which.
+    """
+    if not isinstance(text, str):  # one byte of the file says which type it is
+        raise ValueError("it is no text")
+    if not _END.fullmatch(text[-9:]):
+        return text
+    value, end = text[:-9], text[-8:]
+    if int(end, 16) != _sum(name, value):
+        raise ValueError("it does not match its checksum")
+    return value
+
+
+def _sum(name: str, text: str) -> int:
+    return zlib.crc32(f"{name} {text}".encode())

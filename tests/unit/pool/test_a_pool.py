@@ -110,7 +110,9 @@ def test_a_run_that_refuses_another_size_keeps_its_workers():
     state = after(PoolState(cores=4), JobSubmitted(job("rigid")), JobSubmitted(job("new")))
     state = after(state, ResizeRefused("rigid", 4), TimePassed(), now=20)
     assert targets(state) == {"rigid": 4, "new": 0}
-    assert "cannot be resized" in "".join(explanation(state, state.jobs["rigid"], 21))
+    assert "another start at its last commit" in "".join(
+        explanation(state, state.jobs["rigid"], 21)
+    )
 
 
 def test_a_job_whose_client_dies_goes_on_and_fails_if_it_never_gets_further():

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from instep.pool.flows import settle
-from instep.pool.jobs import COMMAND, ENDED, RUNNING, WAITING, PoolJob, PoolState
+from instep.pool.hosts.placement import placed
+from instep.pool.jobs import COMMAND, ENDED, RUNNING, STOPPING, WAITING, PoolJob, PoolState
 from instep.pool.paces.curve import curve_of, left_of
 from instep.pool.policy import UNKNOWN_S, plan
 
@@ -32,6 +33,9 @@ TURN_S = 10.0
 
 LAST = 20
 """Ended jobs whose figures are used."""
+
+_ROUNDS = 4
+"""Rounds in which places move from jobs that give some up to jobs that wait for them."""
 
 MOST_LOOKED_AT = 100_000
 """Jobs times moments: the simulation of a very long queue ends there."""
@@ -54,6 +58,7 @@ class _Ahead:
         self.known = left is not None
         self.left = UNKNOWN_S if left is None else left
         self.head_s, self.tail_s = (0.0, 0.0) if job.kind == COMMAND else (head_s, tail_s)
+        self.again_s = self.head_s if job.head_s is None else job.head_s
         self.workers = job.target if job.status == RUNNING else 0
         self.ready = now
         if job.status == RUNNING and not job.step and job.began is not None:
@@ -74,10 +79,11 @@ class _Ahead:
             if self.left <= LEAST_S:
                 self.left, self.ends = 0.0, now + self.tail_s
 
-    def resize(self, workers: int, now: float) -> None:
-        """Give it other workers."""
+    def resize(self, workers: int, now: float, *, fixed: bool) -> None:
+        """Give it other workers; one that is `fixed` begins again with them."""
         if workers != self.workers:
-            pause = RESIZE_S if self.workers else self.head_s
+            again_s = self.again_s if fixed else RESIZE_S
+            pause = again_s if self.workers else self.head_s
             self.ready = max(self.ready, now + pause) if workers else self.ready
             self.workers = workers
 
@@ -99,6 +105,9 @@ def forecast(
     found = {name: JobForecast(0.0 if job.held else None) for name, job in jobs.items()}
     begin, moment, unknown = now, now, ""
     state = replace(state, jobs={name: _hopeful(job) for name, job in state.jobs.items()})
+    hosts = {name: replace(host, workers={}) for name, host in state.hosts.items()}
+    jobs_there = {name: replace(job, told=job.places) for name, job in state.jobs.items()}
+    state = replace(state, hosts=hosts, jobs=jobs_there)  # who gives places up has given them up
     work_s = sum(each.left for each in ahead.values()) / max(1, state.cores)
     turn_s = max(TURN_S, work_s * len(jobs) / max(1, most))
     for _ in range(max(1, most // max(1, len(jobs)))):
@@ -167,22 +176,44 @@ def _planned(state: PoolState, ahead: Mapping[str, _Ahead], now: float) -> PoolS
             target=each.workers,
             held=each.workers,
             left_s=each.left if each.known else None,
-            seen=now,
+            seen=now if each.workers else 0.0,
             fixed=fixed,
         )
     state = replace(state, jobs=jobs)
     wanted = plan(state, now, explain=False).workers
+    if state.hosts and any(jobs[name].memory for name in ahead):
+        state = _with_places(state, wanted, now)
+        jobs = dict(state.jobs)
+        wanted = {name: jobs[name].target for name in ahead}
     for name, each in ahead.items():
         workers = wanted.get(name, 0)
         if workers and jobs[name].began is None:
             jobs[name] = replace(jobs[name], began=now)
-        each.resize(workers, now)
+        each.resize(workers, now, fixed=jobs[name].fixed)
         status = RUNNING if workers else WAITING
         jobs[name] = replace(jobs[name], status=status, target=workers, held=workers)
     return replace(state, jobs=jobs)
 
 
+def _with_places(state: PoolState, wanted: Mapping[str, int], now: float) -> PoolState:
+    """The state with the places of each job, as if whoever gives some up did so at once."""
+    for _ in range(_ROUNDS):
+        before = state
+        state = placed(state, wanted, now)
+        jobs = dict(state.jobs)
+        for name, job in jobs.items():
+            if job.status == STOPPING:
+                jobs[name] = replace(job, status=WAITING, target=0, places={}, told={})
+            elif job.status == RUNNING:
+                jobs[name] = replace(job, told=job.places, changed=0.0)
+        state = replace(state, jobs=jobs)
+        if all(job.places == before.jobs[name].places for name, job in jobs.items()):
+            break
+    return state
+
+
 def _ended(state: PoolState, name: str, now: float) -> PoolState:
     """The state in which a job has completed."""
     job = replace(state.jobs[name], status=ENDED, outcome="completed", target=0, held=0, ended=now)
+    job = replace(job, places={}, told={})
     return settle(replace(state, jobs={**state.jobs, name: job}), now)

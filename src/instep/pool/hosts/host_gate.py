@@ -17,7 +17,7 @@ from instep import detached
 from instep.comm.protocol import messages as m
 from instep.launch.gate import Gate
 from instep.launch.join_folder import JoinFolder
-from instep.pool.hosts.placement import places_taken
+from instep.pool.hosts.free_places import places_taken
 from instep.pool.jobs import RUNNING, STOPPING, HostAway, HostSeen, HostSpec, PoolState
 
 SILENT_S = 3.0

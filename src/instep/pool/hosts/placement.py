@@ -3,7 +3,8 @@
 How many workers a job is to have is decided elsewhere (`policy.py`). A place on a host is taken as
 long as a job is to have a worker there, its run may start one there, or a process of it has not
 ended there. A host that is out of reach gets nothing new, and what it had is taken to be there.
-Ways in: `placed`, `with_hosts`, `after_host_event`.
+Where there is no room for a job that comes first, some is kept for it (`keeping.py`). Ways in:
+`placed`, `with_hosts`, `after_host_event`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from instep.pool.hosts.free_places import FreePlaces, places_taken, room_of
+from instep.pool.hosts.keeping import MOST_KEPT, KeptPlaces, kept_for
 from instep.pool.jobs import (
     RUNNING,
     STOPPING,
@@ -20,7 +23,6 @@ from instep.pool.jobs import (
     HostAway,
     HostSeen,
     PlacesTold,
-    PoolHost,
     PoolJob,
     PoolState,
 )
@@ -100,22 +102,6 @@ def is_gone(state: PoolState, name: str, now: float) -> bool:
     return host is None or (host.away is not None and now - host.away > BACK_S)
 
 
-def places_taken(state: PoolState) -> dict[str, dict[str, int]]:
-    """Places that each job takes on each host, by job; of jobs that take any."""
-    found: dict[str, dict[str, int]] = {}
-    for name, host in state.hosts.items():
-        for job_id, workers in host.workers.items():
-            if workers:
-                found.setdefault(job_id, {})[name] = workers
-    for job_id, job in state.jobs.items():
-        for places in (job.places, job.told):
-            for name, workers in places.items():
-                if workers:
-                    here = found.setdefault(job_id, {})
-                    here[name] = max(here.get(name, 0), workers)
-    return found
-
-
 def with_hosts(state: PoolState, now: float) -> PoolState:
     """The state with the cores that each job has on hosts, and those that there are for all."""
     if not state.hosts:
@@ -150,23 +136,61 @@ def placed(state: PoolState, wanted: Mapping[str, int], now: float) -> PoolState
         wanted: workers of each open job.
         now: Unix seconds.
     """
+    return placed_and_kept(state, wanted, now)[0]
+
+
+def placed_and_kept(
+    state: PoolState, wanted: Mapping[str, int], now: float
+) -> tuple[PoolState, Mapping[str, KeptPlaces | None]]:
+    """Place as `placed` does, and say which places are kept for the first jobs without room."""
     jobs = dict(state.jobs)
     for job in state.jobs.values():
         if job.status == RUNNING:
             jobs[job.id] = _giving(state, job, wanted.get(job.id, 0), now)
-    room = _FreePlaces(replace(state, jobs=jobs))
+    room = FreePlaces(state.hosts, jobs, places_taken(replace(state, jobs=jobs)))
+    kept: dict[str, KeptPlaces | None] = {}
     open_jobs = [job for job in jobs.values() if job.status in (WAITING, RUNNING)]
     for job in sorted(open_jobs, key=lambda each: (each.status == RUNNING, -each.priority)):
-        if job.status == WAITING:
-            jobs[job.id] = _starting(room, job, wanted.get(job.id, 0), now)
-        else:
-            jobs[job.id] = _moving(room, job, wanted.get(job.id, 0), now)
-    return replace(state, jobs=jobs)
+        workers = wanted.get(job.id, 0)
+        if job.status == RUNNING:
+            if jobs[job.id].status == RUNNING:  # and has not just made room
+                jobs[job.id] = _moving(room, jobs[job.id], workers, now)
+            continue
+        jobs[job.id] = _starting(room, job, workers, now)
+        if jobs[job.id] is job and workers >= job.at_least and len(kept) < MOST_KEPT:
+            kept[job.id] = _keep(state, room, jobs, kept, job, now)
+    return replace(state, jobs=jobs), kept
+
+
+def _keep(
+    state: PoolState,
+    room: FreePlaces,
+    jobs: dict[str, PoolJob],
+    kept: Mapping[str, KeptPlaces | None],
+    job: PoolJob,
+    now: float,
+) -> KeptPlaces | None:
+    """Keep places for a job that has none yet: others give some up, and get no more there."""
+    taken, then = dict(room.taken), dict(jobs)
+    for name, before in kept.items():
+        if before is not None:  # as if it had them
+            taken[name] = dict(before.places)
+            workers = sum(before.places.values())
+            had = replace(jobs[name], status=RUNNING, places=before.places)
+            then[name] = replace(had, target=workers, seen=0.0)
+    found = kept_for(state.hosts, then, taken, job, now)
+    if found is not None:
+        for name, places in found.gives.items():
+            if name in jobs and jobs[name].status == RUNNING:
+                jobs[name] = _with_places(jobs[name], places, now)
+        for name, rest in found.rest.items():
+            room.leave(name, rest)
+    return found
 
 
 def refusal(state: PoolState, job: PoolJob) -> str:
     """Why a job can never have its places on these hosts, all of them free; empty if it can."""
-    most = sum(_room_of(host, host.cores, host.memory, job) for host in state.hosts.values())
+    most = sum(room_of(host, host.cores, host.memory, job) for host in state.hosts.values())
     if most >= job.at_least:
         return ""
     return (
@@ -176,7 +200,7 @@ def refusal(state: PoolState, job: PoolJob) -> str:
 
 def room_refusal(state: PoolState, job: PoolJob) -> str:
     """Why a job cannot have its places on the hosts just now; empty if it can."""
-    room = _FreePlaces(state)
+    room = FreePlaces(state.hosts, state.jobs, places_taken(state))
     found = sum(room.find(replace(job, reach=len(room.hosts)), job.at_least).values())
     if found >= job.at_least:
         return ""
@@ -202,7 +226,7 @@ def _giving(state: PoolState, job: PoolJob, workers: int, now: float) -> PoolJob
     return _with_places(job, places, now)
 
 
-def _starting(room: _FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJob:
+def _starting(room: FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJob:
     """A job that waits, with all the places that it needs at least, or none."""
     if workers < job.at_least or room.has_any(job.id):
         return job  # its former processes are about to end
@@ -215,7 +239,7 @@ def _starting(room: _FreePlaces, job: PoolJob, workers: int, now: float) -> Pool
     return _with_places(job, places, now)
 
 
-def _moving(room: _FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJob:
+def _moving(room: FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJob:
     """A job that runs, with places instead of those that drain, and more if it is to grow."""
     stays = {n: w for n, w in job.places.items() if not room.is_drained(n)}
     leaves = {n: w for n, w in job.places.items() if n not in stays}
@@ -225,6 +249,11 @@ def _moving(room: _FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJo
     if more <= 0 or not (leaves or grows):
         return job
     found = room.find(job, more)
+    if job.fixed and grows:
+        if sum(found.values()) < more:
+            return job
+        room.take(job, found)  # it goes on with more from its next start
+        return replace(noted(job, now), status=STOPPING, target=0, places={}, changed=now)
     if not (found or leaves or short):
         return job
     places = {n: stays.get(n, 0) + found.get(n, 0) for n in {**stays, **found}}
@@ -234,67 +263,6 @@ def _moving(room: _FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJo
         return replace(job, status=STOPPING, target=0, places={}, changed=now)
     room.take(job, found)
     return _with_places(job, places, now)
-
-
-class _FreePlaces:
-    """Places that are free on the hosts of a state, as they are taken."""
-
-    def __init__(self, state: PoolState) -> None:
-        self.hosts = state.hosts
-        self._names = [*state.hosts]
-        self._taken = places_taken(state)
-        self._cores = {name: host.cores for name, host in state.hosts.items()}
-        self._memory = {name: host.memory for name, host in state.hosts.items()}
-        for job_id, places in self._taken.items():
-            job = state.jobs.get(job_id)
-            for name, workers in places.items():
-                self._use(name, workers, job.memory if job is not None else 0)
-
-    def is_drained(self, name: str) -> bool:
-        """Whether nothing is to run on a host."""
-        return name not in self.hosts or self.hosts[name].drained
-
-    def has_any(self, job: str) -> bool:
-        """Whether a job that does not run still has processes on a host that is in reach."""
-        return any(self.hosts[name].away is None for name in self._taken.get(job, ()))
-
-    def find(self, job: PoolJob, workers: int) -> dict[str, int]:
-        """Places for as many workers as there are, on few hosts, and where the job is already."""
-        free = {
-            name: _room_of(self.hosts[name], self._cores[name], self._memory[name], job)
-            for name in self._names[: job.reach]
-            if not self.hosts[name].drained and self.hosts[name].away is None
-        }
-        found: dict[str, int] = {}
-        while workers > 0 and (left := {n: w for n, w in free.items() if w > 0 and n not in found}):
-            enough = {n: w for n, w in left.items() if w >= workers}
-            there = [n for n in left if n in job.places]
-            if there:
-                name = max(there, key=left.__getitem__)
-            elif enough:
-                name = min(enough, key=enough.__getitem__)  # the tightest
-            else:
-                name = max(left, key=left.__getitem__)
-            found[name] = min(workers, left[name])
-            workers -= found[name]
-        return found
-
-    def take(self, job: PoolJob, places: Mapping[str, int]) -> None:
-        """Take places."""
-        for name, workers in places.items():
-            self._use(name, workers, job.memory)
-
-    def _use(self, name: str, workers: int, memory: int) -> None:
-        if name in self._cores:
-            self._cores[name] -= workers
-            self._memory[name] -= workers * memory
-
-
-def _room_of(host: PoolHost, cores: int, memory: int, job: PoolJob) -> int:
-    """Workers of a job for which a host has so many cores and so much memory left."""
-    if host.memory and job.memory:
-        cores = min(cores, memory // job.memory)
-    return max(0, cores)
 
 
 def _is_drained(state: PoolState, name: str) -> bool:
