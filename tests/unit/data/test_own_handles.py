@@ -251,6 +251,28 @@ def test_the_process_that_forks_the_others_is_replaced_too(file_of):
         assert wrong([*batches, *loaded]) == ([], SAMPLES)
 
 
+def test_the_process_that_forks_the_others_is_replaced_though_those_in_its_place_are_killed(
+    file_of, monkeypatch
+):
+    (loader,) = loaders_of(Tar(file_of(Tar)), processes=1)
+    begin, left = loader._pool._begin, [True] * 3
+
+    def killed():
+        pid, end = begin()
+        if left and left.pop():
+            os.kill(pid, signal.SIGKILL)
+        return pid, end
+
+    monkeypatch.setattr(loader._pool, "_begin", killed)
+    with closing(loader):
+        loaded = load(loader, SLICES)
+        batches, first = [next(loaded)], loader._pool._template.pid
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)  # and with it its loader process ends
+        assert wrong([*batches, *loaded]) == ([], SAMPLES)
+    assert not left
+
+
 def test_the_process_that_forks_the_others_is_replaced_where_it_was_stopped(file_of, monkeypatch):
     monkeypatch.setattr(template, "_TIMEOUT_S", 600.0)  # of the one that takes its place
     (loader,) = loaders_of(Tar(file_of(Tar)), processes=1)

@@ -38,6 +38,9 @@ from instep.errors import DataError, PeerError, SpecError
 
 _FIRST = Slice(0, 0, 1)
 
+_MOST_TEMPLATES = 5
+"""Templates in a row that are gone before they have forked: then it is no chance."""
+
 
 class Pool:
     """A reader (see `readers.py`) that reads in processes.
@@ -115,19 +118,20 @@ class Pool:
         return forked(self._work, self._pages)
 
     def _fork(self, number: int, connection: Connection, files: list[int]) -> int:
+        for _ in range(_MOST_TEMPLATES - 1):
+            try:
+                return self._template.start(number, self._of, connection, files)
+            except PeerError as error:
+                if not self._unread() and self._packed is None:
+                    raise DataError(
+                        f"{error} Another cannot be made, as the dataset has been read here since."
+                    ) from error
+                self._template.close()
+                self._template = Template(self._begin, self._say)
         try:
             return self._template.start(number, self._of, connection, files)
         except PeerError as error:
-            if not self._unread() and self._packed is None:
-                raise DataError(
-                    f"{error} Another cannot be made, as the dataset has been read here since."
-                ) from error
-            self._template.close()
-            self._template = Template(self._begin, self._say)
-        try:
-            return self._template.start(number, self._of, connection, files)
-        except PeerError as error:
-            raise DataError(str(error)) from error
+            raise DataError(f"{error} So were {_MOST_TEMPLATES - 1} before it.") from error
 
     def _ending(self, pid: int) -> tuple[str, Whereabouts | None]:
         return self._template.ending(pid), self._pages.collect(pid)
