@@ -29,9 +29,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from instep.checksums import line_of, tables_of
+from instep.checksums import line_of, table_of, tables_of
 from instep.errors import RunError
 from instep.formats import FORMAT, INSTEP, other_format
+from instep.growing_file import Rewritten, Tail
 from instep.plain_file import plain
 from instep.vocabulary import EVENTS
 
@@ -293,6 +294,38 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
     with open(path, "rb", opener=plain) as lines:
         yield from tables_of(lines)
+
+
+class NewEvents:
+    """Events of a run that is under way, each once, as often as one looks.
+
+    Args:
+        run: its folder, which may come later.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._file = Tail(run / "events.jsonl")
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Those written since the last call.
+
+        A damaged line is left out, and nothing is new in a file that cannot be read. A file that
+        was replaced is read again from its beginning.
+        """
+        with suppress(OSError):
+            while data := self._new():
+                for line in data.splitlines():
+                    with suppress(ValueError):
+                        event = table_of(line)
+                        if isinstance(event, dict) and isinstance(event.get("event"), str):
+                            yield event
+
+    def _new(self) -> bytes:
+        try:
+            return self._file.new()
+        except Rewritten:
+            self._file.rewind()
+            return self._file.new()
 
 
 def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

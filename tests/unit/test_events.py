@@ -15,6 +15,7 @@ from instep.events import (
     STEPS,
     Appender,
     EventLog,
+    NewEvents,
     cut_torn_record,
     ledger_header,
     read_events,
@@ -230,3 +231,41 @@ def test_files_that_cannot_be_opened_are_named(frail_disk):
     ):
         with pytest.raises(RunError, match=f"{path.name} cannot be written: Read-only file sys"):
             attempt()
+
+
+def texts(new: NewEvents) -> list[str]:
+    return [event["text"] for event in new.read()]
+
+
+def test_new_events_come_once_and_a_half_line_when_it_is_whole(tmp_path):
+    new, file = NewEvents(tmp_path), tmp_path / "events.jsonl"
+    assert texts(new) == []  # there is no file yet
+    log = EventLog(file)
+    log.emit("warning", text="first")
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:20])
+    assert (texts(new), texts(new)) == (["first"], [])
+    with file.open("ab") as rest:
+        rest.write(whole[20:])
+    assert texts(new) == ["first"]
+    log.close()
+
+
+def test_a_damaged_event_is_not_new(tmp_path):
+    log, file = EventLog(tmp_path / "events.jsonl"), tmp_path / "events.jsonl"
+    for text in ("a1", "a2", "a3"):
+        log.emit("warning", text=text)
+    log.close()
+    file.write_bytes(file.read_bytes().replace(b"a2", b"a4") + b"[1]\n")
+    assert texts(NewEvents(tmp_path)) == ["a1", "a3"]
+
+
+def test_a_log_that_was_replaced_is_read_from_its_beginning(tmp_path):
+    new, file = NewEvents(tmp_path), tmp_path / "events.jsonl"
+    for texts_then in (["one", "two"], ["three"], ["four", "five", "six"]):
+        file.unlink(missing_ok=True)
+        log = EventLog(file)
+        for text in texts_then:
+            log.emit("warning", text=text)
+        log.close()
+        assert texts(new) == texts_then

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from instep.dashboard.so_far import StepsSoFar
-from instep.dashboard.tail import Tail, size_of
 from instep.events import STEPS
+from instep.growing_file import Tail, size_of
 from instep.store.run_files import Records, check_steps
 
 LONG = 1 << 18

@@ -22,10 +22,10 @@ from instep.dashboard.live import LiveRun
 from instep.dashboard.pools import pool_beside
 from instep.dashboard.searches import SearchFigures, is_search, searches_in
 from instep.dashboard.sections import look_at
-from instep.dashboard.tail import last_bytes
 from instep.errors import InstepError, RunError
 from instep.events import STEPS
 from instep.formats import FORMAT
+from instep.growing_file import last_bytes
 from instep.report.terminal.status import State, state_of
 from instep.store.folder import is_running
 from instep.store.ledger import last_step

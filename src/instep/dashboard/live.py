@@ -19,9 +19,9 @@ from instep.dashboard.early import AT_THE_END, EarlySteps
 from instep.dashboard.fold import PointsSoFar
 from instep.dashboard.logs import LogEnds
 from instep.dashboard.so_far import LedgerSoFar, StepsSoFar
-from instep.dashboard.tail import Rewritten, Tail, size_of
 from instep.errors import RunError, SpecError
 from instep.events import LEDGER, LEDGER_START, STEPS
+from instep.growing_file import Rewritten, Tail, size_of
 from instep.job.file import build
 from instep.report.figures.progress import Progress
 from instep.report.terminal.status import in_beats, status_table

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from instep.dashboard.tail import last_bytes
+from instep.growing_file import last_bytes
 from instep.words import printable
 
 _BYTES, _LINES, _WIDTH, _FILES = 1 << 12, 12, 400, 24

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from instep.checksums import table_of
-from instep.events import STEPS
+from instep.events import STEPS, NewEvents
 from instep.plain_file import plain
 from instep.pool.paces.curve import Paces, curve_of, with_pace
 
@@ -36,7 +35,7 @@ class RunEvents:
     """
 
     def __init__(self, run: Path) -> None:
-        self._path, self._read, self._rest = run / "events.jsonl", 0, b""
+        self._new = NewEvents(run)
         self._pids: dict[int, int] = {}  # of each worker
         self.steps: int | None = None
         """Steps of the whole run; None before a worker has said so."""
@@ -53,17 +52,9 @@ class RunEvents:
 
     def update(self) -> None:
         """Read what is new."""
-        try:
-            with open(self._path, "rb", opener=plain) as file:
-                file.seek(self._read)
-                data = file.read()
-        except OSError:
-            return
-        self._read += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            with suppress(ValueError, LookupError, TypeError):  # damaged: the run will say so
-                self._take(table_of(line))
+        for event in self._new.read():
+            with suppress(LookupError, TypeError, ValueError):  # damaged: the run will say so
+                self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         name = event["event"]

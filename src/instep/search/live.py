@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from instep.checksums import table_of
-from instep.events import LEDGER, LEDGER_START
+from instep.events import LEDGER, LEDGER_START, NewEvents
 from instep.plain_file import plain
 from instep.search.results import best_of, name_of
 from instep.search.search import Search
@@ -35,7 +34,7 @@ class TrialSoFar:
     """
 
     def __init__(self, run: Path) -> None:
-        self._run, self._read, self._rest = run, 0, b""
+        self._run, self._new = run, NewEvents(run)
         self.step = self.steps = 0
         """The last step, and all of the whole run; 0 until they are known."""
         self.metrics: Mapping[str, Any] = {}
@@ -47,17 +46,9 @@ class TrialSoFar:
             if records > 0:
                 f.seek(LEDGER_START + (records - 1) * LEDGER.itemsize)
                 self.step = int(np.frombuffer(f.read(LEDGER.itemsize), LEDGER)["step"][0])
-        try:
-            with open(self._run / "events.jsonl", "rb", opener=plain) as file:
-                file.seek(self._read)
-                data = file.read()
-        except OSError:
-            return
-        self._read += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            with suppress(ValueError, LookupError, TypeError):  # damaged: the run will say so
-                self._take(table_of(line))
+        for event in self._new.read():
+            with suppress(LookupError):  # damaged: the run will say so
+                self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "validated":

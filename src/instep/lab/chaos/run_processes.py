@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from instep.checksums import table_of
-from instep.plain_file import plain
+from instep.events import NewEvents
 from instep.store.run_folder import RunFolder
 from instep.system.processes import SPARE, Watched, start_time
 
@@ -50,22 +49,14 @@ class Processes:
     """
 
     def __init__(self, run: Path) -> None:
-        self._path, self._read, self._rest = run / "events.jsonl", 0, b""
+        self._new = NewEvents(run)
         self._known: dict[tuple[str, int], Known] = {}
 
     def update(self) -> None:
         """Read what has been logged since the last call."""
-        try:
-            with open(self._path, "rb", opener=plain) as file:
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        self._read += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged: no process
-                self._take(table_of(line))
+        for event in self._new.read():
+            with contextlib.suppress(LookupError, TypeError, ValueError):  # damaged: no process
+                self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         if event["event"] == "run_started":

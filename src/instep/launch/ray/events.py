@@ -10,12 +10,10 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instep.checksums import table_of
-from instep.plain_file import plain
+from instep.events import NewEvents
 from instep.report.terminal.screen import notice
 
 SHOWN = {
@@ -53,7 +51,7 @@ class Events:
     """
 
     def __init__(self, run: Path, folder: Path) -> None:
-        self._run, self._read = run, 0
+        self._run, self._new_events, self._seen = run, NewEvents(run), 0
         self._generations, self._servers = 0, set[int]()
         folder.mkdir(exist_ok=True)
         self._file = folder / f"event_JOBS_instep_{os.getpid()}.log"  # JOBS: one of Ray's sources
@@ -66,19 +64,14 @@ class Events:
                 file.writelines(lines)
 
     def _new(self) -> Iterator[str]:
-        with suppress(OSError), open(self._run / "events.jsonl", "rb", opener=plain) as events:
-            events.seek(self._read)
-            for line in events:
-                if not line.endswith(b"\n"):
-                    return  # it is being written
-                place, event = self._read, table_of(line)
-                self._read += len(line)
-                self._generations += event["event"] == "generation_started"
-                if event.get("role") == "server":
-                    self._servers.add(event["worker"])
-                text = notice(event, generations=self._generations, servers=self._servers)
-                if text or event["event"] in SHOWN:
-                    yield json.dumps(_as_ray_has_it(self._run.name, place, event, text)) + "\n"
+        for event in self._new_events.read():
+            place, self._seen = self._seen, self._seen + 1
+            self._generations += event["event"] == "generation_started"
+            if event.get("role") == "server":
+                self._servers.add(event["worker"])
+            text = notice(event, generations=self._generations, servers=self._servers)
+            if text or event["event"] in SHOWN:
+                yield json.dumps(_as_ray_has_it(self._run.name, place, event, text)) + "\n"
 
 
 def _as_ray_has_it(run: str, place: int, event: dict[str, Any], text: str | None) -> Any:

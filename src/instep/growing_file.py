@@ -62,6 +62,10 @@ class Tail:
         """Read as `new` does, but nothing from the byte `end` on."""
         return self.new(min(MOST_BYTES, end - self.at))
 
+    def rewind(self) -> None:
+        """Begin again, with the file that is there now."""
+        self.at, self._file, self._before = self._start, (0, 0), b""
+
     def _check(self, about: os.stat_result, descriptor: int) -> None:
         known, self._file = self._file, (about.st_dev, about.st_ino)
         if self.at == self._start:
