@@ -293,10 +293,9 @@ def host(args: argparse.Namespace) -> int:
         runs = machine.serve(stay=args.stay)
     if args.json:
         print(json.dumps({"runs": runs}))
-    elif runs:
-        say(f"host    the run is over; its report is on {master.host}")
     else:
-        say("host    the run ended before it began")
+        ended = f"the run is over; its report is on {master.host}"
+        say(f"host    {ended if runs else 'it ended before anything began'}")
     return 0
 
 

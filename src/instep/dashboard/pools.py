@@ -1,4 +1,4 @@
-"""A pool for the page: its shares, its jobs, and why each waits, read from its journal.
+"""A pool for the page: its shares, its hosts, its jobs, and why each waits, read from its journal.
 
 Nothing here asks the scheduler. Ways in: `pool_beside`, `pool_sections`.
 """
@@ -18,7 +18,7 @@ from instep.pool.jobs import ENDED, PoolState
 from instep.pool.pool_file import SPEC, PoolFolder
 from instep.pool.pool_journal import FILE as JOURNAL
 from instep.pool.requests import FOLDER as INBOX
-from instep.pool.view import LISTED, as_tables, explanation
+from instep.pool.view import LISTED, as_tables, explanation, host_tables
 from instep.words import command
 
 POOL = "pool"
@@ -110,6 +110,7 @@ def pool_sections(folder: Path) -> dict[str, Any]:
         },
         "verdict": {"mark": "live" if scheduled else "calm", "text": f"{busy}.{idle}"},
         "shares": _shares(state),
+        "hosts": _hosts(state),
         "jobs": [{**tables[each], "told": _told(state, each, now, ahead)} for each in shown],
         "next": _next(folder, scheduled),
     }
@@ -121,6 +122,17 @@ def _told(
     """Give what `instep explain` says of a job, as pairs of words."""
     lines = explanation(state, state.jobs[name], now, ahead)[1:]
     return [[line[:8].strip(), line[8:].strip()] for line in lines]
+
+
+def _hosts(state: PoolState) -> list[dict[str, Any]]:
+    """Tell what each host has, and its state in a word or two."""
+    found = []
+    for table in host_tables(state):
+        busy = sum(table["workers"].values())
+        words = ["draining" if busy else "drained"] if table["drained"] else []
+        words += ["out of reach"] if table["out_of_reach_since"] is not None else []
+        found.append({**table, "busy": busy, "state": ", ".join(words) or "in reach"})
+    return found
 
 
 def _shares(state: PoolState) -> list[dict[str, Any]]:

@@ -72,9 +72,11 @@ class Machine:
         while True:
             channel, place = self._join(deadline)
             self.say(f"joined {self.master.host}:{self.master.port} as {place}")
-            over, begun = self._take_part(channel)
+            over, begun, stopped = self._take_part(channel)
             runs += over and begun
-            if over and not stay:
+            if stopped:
+                self.say("the pool was stopped, and had this started; its runs go on")
+            if stopped or (over and not stay):
                 return runs
             if over:
                 self.say("the run is over; waiting for the next one")
@@ -127,9 +129,9 @@ class Machine:
         channel.close()
         return "it does not answer"
 
-    def _take_part(self, channel: Channel) -> tuple[bool, bool]:
-        """Do as told until the run is over or lost; whether it is over, and whether it had begun.
-        Nothing is left running then."""
+    def _take_part(self, channel: Channel) -> tuple[bool, bool, bool]:
+        """Do as told until the run is over or lost; whether it is over, whether it had begun, and
+        whether it is a pool that was stopped. Nothing is left running then, but runs of a pool."""
         local, running, begun, beat_at = LocalLauncher(lifeline=True), False, False, 0.0
         attending = _Attending(self.attends, channel)
         try:
@@ -147,7 +149,7 @@ class Machine:
                         case m.EndIfStopped():
                             local.end_if_stopped()
                         case m.Leave():
-                            return True, begun
+                            return True, begun, attending.asked
                 if running and (code := local.ended()) is not None:
                     running = False
                     channel.send(_ended(code))
@@ -157,7 +159,7 @@ class Machine:
                     channel.send(m.Heartbeat())
         except PeerError:
             self.say("lost the pool, whose runs go on" if attending.asked else "lost the run")
-            return False, begun
+            return False, begun, False
         finally:
             local.stop()
             channel.close()

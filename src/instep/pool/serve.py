@@ -27,6 +27,9 @@ from instep.pool.scheduler import PoolScheduler
 from instep.system.processes import interrupt, on_signals
 from instep.units import host_and_port
 
+STARTED = "hosts"
+"""Folder of what was started on hosts: files that are locked, and output."""
+
 TURN_S = 0.1
 """Between two looks at the runs."""
 
@@ -63,8 +66,10 @@ def serve(pool: PoolFolder) -> None:
                     time.sleep(RETRY_S)
                 if gate is not None:
                     gate.attend(scheduler.state, _gate_of(pool))
-                    gate.start_missing(pool.folder / "hosts")
+                    gate.start_missing(pool.folder / STARTED)
                 warm.look()
+        if gate is not None:  # ended, not killed
+            gate.end_started(pool.folder / STARTED)
     finally:
         if gate is not None:
             gate.close()

@@ -56,11 +56,7 @@ def host_lines(state: PoolState) -> list[str]:
         used = {job: places[name] for job, places in taken.items() if places.get(name)}
         line = f"host    {name}: {sum(used.values())} of {host.cores} cores busy"
         if host.memory:
-            memory = sum(
-                workers * state.jobs[job].memory
-                for job, workers in used.items()
-                if job in state.jobs
-            )
+            memory = memory_used(state, name, taken)
             line += f", {readable_bytes(memory)} of {readable_bytes(host.memory)}"
         if used:
             line += f" ({', '.join(f'{job} {workers}' for job, workers in used.items())})"
@@ -70,6 +66,15 @@ def host_lines(state: PoolState) -> list[str]:
             line += f", out of reach since {_clock(host.away)}"
         lines.append(line)
     return lines
+
+
+def memory_used(state: PoolState, host: str, taken: Mapping[str, Mapping[str, int]]) -> int:
+    """Bytes that the places taken on a host stand for."""
+    return sum(
+        places.get(host, 0) * state.jobs[job].memory
+        for job, places in taken.items()
+        if job in state.jobs
+    )
 
 
 def _clock(at: float) -> str:
@@ -254,26 +259,31 @@ def as_tables(
 
 def status_table(state: PoolState, scheduled: bool, notice: str = "") -> dict[str, Any]:
     """A pool as plain data: its cores, its hosts, and its jobs."""
+    return {
+        "cores": sum(host.cores for host in state.hosts.values()) or state.cores,
+        "held": state.held,
+        "scheduled": scheduled,
+        "note": notice or None,
+        "hosts": host_tables(state),
+        "jobs": as_tables(state),
+    }
+
+
+def host_tables(state: PoolState) -> list[dict[str, Any]]:
+    """The hosts of a pool as plain data, with the places that each job takes there."""
     taken = places_taken(state)
-    hosts = [
+    return [
         {
             "host": name,
             "cores": host.cores,
             "memory": host.memory or None,
+            "memory_used": memory_used(state, name, taken),
             "drained": host.drained,
             "out_of_reach_since": host.away,
             "workers": {job: places[name] for job, places in taken.items() if places.get(name)},
         }
         for name, host in state.hosts.items()
     ]
-    return {
-        "cores": sum(host.cores for host in state.hosts.values()) or state.cores,
-        "held": state.held,
-        "scheduled": scheduled,
-        "note": notice or None,
-        "hosts": hosts,
-        "jobs": as_tables(state),
-    }
 
 
 def _moments(job: PoolJob, found: JobForecast | None) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -102,6 +103,18 @@ def test_a_search_and_the_pool_have_pages_that_lead_to_their_runs(opened):
     assert "4 of 4 cores are busy" in text
     assert "others come first" in text
     assert opened.said == []
+
+
+def test_the_hosts_of_a_pool_have_a_table_with_their_state_and_jobs(opened):
+    host = {"host": ATTACK, "cores": 4, "busy": 3, "memory": 8_000_000_000, "workers": {"net": 3}}
+    host |= {"memory_used": 6_000_000_000, "state": "drained", "out_of_reach_since": 1.7e9}
+    opened.evaluate("host => document.body.append(View.hosts([host]))", host)
+    table = opened.locator("table").last
+    assert table.locator("th").all_inner_texts()[:3] == ["host", "state", "busy"]
+    cells = table.locator("tbody td").all_inner_texts()
+    assert (cells[0], cells[2], cells[4:]) == (ATTACK, "3 of 4", ["6.0 GB of 8.0 GB", "net 3"])
+    assert re.fullmatch(r"drained since 2023-11-1\d \d\d:\d\d:\d\d", cells[1])
+    opened.evaluate("document.body.lastChild.remove()")
 
 
 def test_a_run_that_is_not_there_is_said_and_shown_as_soon_as_it_is(opened, runs):

@@ -11,7 +11,19 @@ from instep.dashboard.listing import RunList
 from instep.dashboard.pools import pool_sections
 from instep.dashboard.watch import Feeds, WatchedList, WatchedPool, WatchedSearch
 from instep.errors import RunError
+from instep.pool.decide import decide
+from instep.pool.jobs import (
+    DrainAsked,
+    HostAway,
+    HostSeen,
+    HostSpec,
+    JobSubmitted,
+    PlacesTold,
+    PoolJob,
+    PoolSpec,
+)
 from instep.pool.pool_file import PoolFolder
+from instep.pool.pool_journal import PoolJournal
 from instep.pool.view import explanation
 from instep.search.begin import found_in
 from instep.search.record import SearchRecord
@@ -128,6 +140,33 @@ def test_a_pool_is_shown_with_what_its_commands_say_of_each_job(tmp_path, capsys
     assert watched.look() is None
     brief = WatchedList(runs).look().sections["pool"]
     assert (brief["held"], brief["cores"]) == (4, 4)
+
+
+def test_the_hosts_of_a_pool_are_shown_with_what_is_said_of_them(tmp_path):
+    pool = PoolFolder(tmp_path / "pool")
+    hosts = {name: HostSpec(cores=2, memory="8GB") for name in ("one", "two", "three", "four")}
+    pool.make(PoolSpec(listen="127.0.0.1:1", hosts=hosts))
+    wanted = PoolJob(id="net", share="a", at_least=4, at_most=4, memory=2_000_000_000)
+    events = [JobSubmitted(wanted), PlacesTold("net", {"one": 2, "two": 2})]
+    events += [HostSeen("one", {"net": 2}), HostSeen("two", {"net": 2})]
+    events += [DrainAsked("two"), DrainAsked("four"), HostAway("three"), HostAway("four")]
+    journal, state = PoolJournal(pool.folder, write=True), pool.empty
+    for number, event in enumerate(events):
+        after = decide(state, event, 100.0 + number)
+        journal.write(event, state, after)
+        state = after
+    journal.close()
+    shown = json.loads(json.dumps(pool_sections(pool.folder)))["hosts"]
+    assert [(each["host"], each["state"], each["out_of_reach_since"]) for each in shown] == [
+        ("one", "in reach", None),
+        ("two", "draining", None),
+        ("three", "out of reach", 106.0),
+        ("four", "drained, out of reach", 107.0),
+    ]
+    one = shown[0]
+    assert (one["busy"], one["cores"], one["workers"]) == (2, 2, {"net": 2})
+    assert (one["memory_used"], one["memory"]) == (4_000_000_000, 8_000_000_000)
+    assert [each["busy"] for each in shown[1:]] == [2, 2, 0], "it moves"
 
 
 def _job(folder, name):

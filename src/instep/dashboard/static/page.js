@@ -118,7 +118,7 @@
       head.append(node("h1", "Pool"), verdict);
       const none = node("p", "No job has been submitted. instep submit JOB gives the pool one.", "note");
       const jobs = s.jobs.length ? View.jobs(s.jobs, (run) => address("run", [run])) : none;
-      main.replaceChildren(head, View.section("Shares", View.shares(s.shares, s.pool.cores)), View.section("Jobs", jobs), View.section("Next commands", ...s.next.map(View.copied)));
+      main.replaceChildren(head, View.section("Shares", View.shares(s.shares, s.pool.cores)), ...(s.hosts.length ? [View.section("Hosts", View.hosts(s.hosts))] : []), View.section("Jobs", jobs), View.section("Next commands", ...s.next.map(View.copied)));
     }
 
     get stream() { return this.follower.stream; }

@@ -207,6 +207,14 @@ const View = (() => {
     }), [1, 2, 3, 5, 6, 7]);
   };
 
+  const hosts = (rows) => table(["host", "state", "busy", "", "memory", "jobs"], rows.map((host) => {
+    const bar = node("div", ""), since = host.out_of_reach_since;
+    bar.append(progress(host.busy, host.cores));
+    const state = since === null ? host.state : `${host.state} since ${new Date(since * 1000).toLocaleString("sv-SE")}`;
+    const jobs = Object.entries(host.workers).map(([job, workers]) => `${job} ${count(workers)}`).join(", ");
+    return [host.host, state, `${count(host.busy)} of ${count(host.cores)}`, bar, host.memory ? `${bytes(host.memory_used)} of ${bytes(host.memory)}` : "–", jobs || "–"];
+  }), [2]);
+
   const jobs = (rows, link) => table(["job", "share", "state", "workers", "priority", "progress", "why, and until when"], rows.map((job) => {
     const name = node("span", ""), told = node("div", ""), steps = node("div", "", "steps");
     name.append((job.step || job.held) && !(job.command || []).length ? linked(job.id, link(job.id)) : job.id);
@@ -217,5 +225,5 @@ const View = (() => {
 
   const dot = (mark) => node("span", { good: "●", bad: "✖", live: "▶", calm: "◐" }[mark] || "●", `dot ${mark}`);
 
-  return { section, table, copied, tiles, progress, workers, happened, logs, participants, checkpoints, searches, trials, chartsOfSearch, shares, jobs, dot, count, share };
+  return { section, table, copied, tiles, progress, workers, happened, logs, participants, checkpoints, searches, trials, chartsOfSearch, shares, hosts, jobs, dot, count, share };
 })();

@@ -7,9 +7,10 @@ need no scheduler. Way in: `HostGate`.
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,12 @@ from instep.pool.jobs import RUNNING, STOPPING, HostAway, HostSeen, HostSpec, Po
 
 SILENT_S = 3.0
 """A host that is silent for so long is out of reach."""
+
+END_S = 5.0
+"""In which a machine that is told to end does so."""
+
+SHELLS = frozenset(("autossh", "clush", "pdsh", "plink", "rsh", "slogin", "ssh"))
+"""Commands that have a shell of another machine read their words."""
 
 AGAIN_S = 10.0
 """A command that starts `instep host` is run at most so often."""
@@ -48,12 +55,13 @@ class HostGate:
         say: Callable[[str], None],
     ) -> None:
         self._names, self._hosts, self._folder = [*hosts], hosts, folder
-        self._gate = Gate(address, self._names, folder, say)
+        self._gate, self._say = Gate(address, self._names, folder, say), say
         self._heard: dict[str, float] = {}  # of those that are in reach
         self._workers: dict[str, Mapping[str, int]] = {}  # as those said last that are connected
         self._told: dict[str, dict[str, str]] = {}
         self._turned = time.monotonic()
         self._tried: dict[str, float] = {}
+        self._own: dict[str, subprocess.Popen[bytes]] = {}  # that this process has started
 
     def turn(self) -> Iterator[HostSeen | HostAway]:
         """Take in what has arrived."""
@@ -115,14 +123,45 @@ class HostGate:
             if not (host.start and late and name in missing):
                 continue
             self._tried[name] = now
-            before = shlex.split(host.start)
             token_file = str(self._folder.token_file(number).resolve())
             words = ["host", "--join", self.address, "--token-file", token_file, "--stay"]
             with suppress(OSError):  # it is tried again
                 folder.mkdir(exist_ok=True)
                 lock, log = folder / f"{number}.lock", folder / f"{number}.log"
-                command = [*before, sys.executable, "-P", "-m", "instep", *words]
-                detached.start_program(command, lock, log)
+                command = there(host.start, [sys.executable, "-P", "-m", "instep", *words])
+                if (process := detached.start_program(command, lock, log)) is not None:
+                    self._own[name] = process
+
+    def end_started(self, folder: Path) -> None:
+        """End `instep host` where the scheduler has started it; the runs there go on.
+
+        Each is told so; what has not ended by then is ended by the process that was started here.
+
+        Args:
+            folder: as of `start_missing`.
+        """
+        missing, ours = {*self._gate.missing}, dict[str, Path]()
+        for number, (name, host) in enumerate(self._hosts.items()):
+            lock = folder / f"{number}.lock"
+            if host.start and detached.lives(lock):
+                ours[name] = lock
+                self._gate.send(number, m.Leave())
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline and any(
+            detached.lives(lock) for name, lock in ours.items() if name not in missing
+        ):
+            for _ in self._gate.turn(0.05):
+                pass
+        for name, lock in ours.items():
+            if detached.lives(lock):
+                detached.interrupt_it(lock)
+                self._say(
+                    f"{name}: its `instep host` did not answer; the command that started it is "
+                    "ended. If it is still there, end it there"
+                )
+        for process in self._own.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline + END_S - time.monotonic()))
 
     @property
     def address(self) -> str:
@@ -132,3 +171,16 @@ class HostGate:
     def close(self) -> None:
         """Leave the hosts; their processes go on."""
         self._gate.drop_all()
+
+
+def there(start: str, words: Sequence[str]) -> list[str]:
+    """The words of a command that runs another one on a host.
+
+    Args:
+        start: the command that does so, as of `HostSpec`.
+        words: of the other one; quoted where a shell reads them there, as with ssh.
+    """
+    before = shlex.split(start)
+    if any(Path(word).name in SHELLS for word in before):
+        return [*before, *map(shlex.quote, words)]
+    return [*before, *words]

@@ -103,9 +103,20 @@ def is_gone(state: PoolState, name: str, now: float) -> bool:
 
 
 def with_hosts(state: PoolState, now: float) -> PoolState:
-    """The state with the cores that each job has on hosts, and those that there are for all."""
+    """The state with the cores that each job has on hosts, and those that there are for all.
+
+    Of a host that is drained and out of reach somebody has said that it will not be back: nothing
+    is taken to be there, until it says so itself.
+    """
     if not state.hosts:
         return state
+    lost = {
+        name: replace(host, workers={})
+        for name, host in state.hosts.items()
+        if host.drained and host.workers and is_gone(state, name, now)
+    }
+    if lost:
+        state = replace(state, hosts={**state.hosts, **lost})
     taken, jobs = places_taken(state), dict(state.jobs)
     for name, job in state.jobs.items():
         held = sum(taken.get(name, {}).values())
