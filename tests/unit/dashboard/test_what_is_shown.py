@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from instep import growing_file
 from instep.cli import main
-from instep.dashboard import early, tail
+from instep.dashboard import early
 from instep.dashboard.compared import compare
 from instep.dashboard.curves import live_charts, plain, settled_charts
 from instep.dashboard.listing import RunList
@@ -137,7 +138,7 @@ def test_of_a_long_run_some_steps_are_shown_first_and_then_all_of_them(tmp_path,
     for name, value in {"LONG": 500, "PLACES": 16, "AT_EACH": 6, "AT_THE_END": 90}.items():
         monkeypatch.setattr(early, name, value)
     monkeypatch.setattr(early, "READ_S", 0.0)
-    monkeypatch.setattr(tail, "MOST_BYTES", 700 * STEPS.itemsize)
+    monkeypatch.setattr(growing_file, "MOST_BYTES", 700 * STEPS.itemsize)
     live = LiveRun(long, clock=lambda: 0.0)
     live.look()
     first = {c["title"]: c["lines"] for c in plain(live_charts(live))}
