@@ -150,8 +150,8 @@ def _absolute(path: str, folder: Path) -> str:
     return str((folder / Path(path).expanduser()).resolve())
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """The raw tables of a TOML file; SpecError if it does not exist or cannot be read.
+def read_table(path: Path, what: str = "job file") -> dict[str, Any]:
+    """The raw tables of a TOML file; SpecError, with what it is, if it cannot be read.
 
     What an earlier instep has written (with a `format`) has the present keys.
     """
@@ -159,12 +159,12 @@ def read_table(path: Path) -> dict[str, Any]:
         table = tables_in(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise SpecError(
-            f"there is no job file {str(path)!r}. {file_beside(path, '*.toml')}"
+            f"there is no {what} {str(path)!r}. {file_beside(path, '*.toml')}"
         ) from None
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text: save it as UTF-8.") from None
     except tomllib.TOMLDecodeError as error:
-        if path.suffix == ".py":
+        if path.suffix == ".py" and what == "job file":
             raise SpecError(
                 f"{path} is a Python file; a job file is a TOML file that names it. Write job.toml "
                 f'with the line recipe = "{path.name}:recipe", and give that.'
@@ -177,7 +177,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise SpecError(_too_deep(path)) from None
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
+        raise SpecError(f"{path} cannot be read: {error.strerror}. Give a {what}.") from None
     if not _is_within(table, MOST_DEPTH):
         raise SpecError(_too_deep(path))
     return with_present_keys(table) if "format" in table else table

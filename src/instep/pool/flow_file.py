@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from instep.errors import SpecError, file_beside, near_miss
+from instep.errors import SpecError, near_miss
+from instep.job.file import read_table
 from instep.pool.flows import AFTER_END, COMPLETED, FAILED, SIGNS
 from instep.units import bytes_in
 
@@ -76,8 +76,8 @@ class When(NamedTuple):
 def is_flow(path: Path) -> bool:
     """Whether a file is that of a flow; False also if it cannot be read."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        table = read_table(path)
+    except SpecError:
         return False
     return isinstance(table.get("job"), dict) and "recipe" not in table
 
@@ -89,11 +89,8 @@ def flow_of(path: Path) -> FlowSpec:
         SpecError: it is not what a flow can be.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        spec = msgspec.convert(tomllib.loads(text), FlowSpec)
-    except FileNotFoundError:
-        raise SpecError(f"there is no flow {path}. {file_beside(path, '*.toml')}") from None
-    except (OSError, ValueError) as error:  # of TOML, UTF-8 and the types too
+        spec = msgspec.convert(read_table(path, "flow file"), FlowSpec)
+    except msgspec.ValidationError as error:
         raise SpecError(f"{path} is not the file of a flow: {error}.") from None
     spec = msgspec.structs.replace(spec, name=spec.name or path.stem)
     for name in (spec.name, *spec.job):

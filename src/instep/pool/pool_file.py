@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import msgspec
 
 from instep import detached
-from instep.errors import RunError, SpecError, file_beside
+from instep.errors import RunError, SpecError
+from instep.job.file import read_table
 from instep.plain_file import read_plain, replace_plain
 from instep.pool.jobs import (
     ENDED,
@@ -40,11 +40,8 @@ def pool_of(path: Path) -> PoolSpec:
         SpecError: it is not what a pool can be.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        spec = msgspec.convert(tomllib.loads(text), PoolSpec)
-    except FileNotFoundError:
-        raise SpecError(f"there is no pool file {path}. {file_beside(path, '*.toml')}") from None
-    except (OSError, ValueError) as error:  # of TOML, UTF-8 and the types too
+        spec = msgspec.convert(read_table(path, "pool file"), PoolSpec)
+    except msgspec.ValidationError as error:
         raise SpecError(f"{path} is not the file of a pool: {error}.") from None
     for share in (*spec.shares, *spec.limits):
         if not share.isprintable():

@@ -18,7 +18,7 @@ from instep.pool.jobs import (
     PoolState,
     ResultTest,
 )
-from instep.pool.pool_file import PoolFolder
+from instep.pool.pool_file import PoolFolder, pool_of
 from instep.pool.pool_journal import PoolJournal
 from instep.pool.requests import pending
 from instep.pool.view import explanation, job_lines
@@ -100,6 +100,29 @@ def test_a_command_that_runs_keeps_its_core_whoever_comes():
     urgent = PoolJob(id="urgent", share="a", at_least=1, at_most=1, priority=9)
     state = decide(state, FlowSubmitted("g", (urgent,)), 2.0)
     assert status(state) == {"command": "running", "urgent": "waiting"}
+
+
+def test_files_of_flows_and_pools_are_read_as_job_files_are(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_bytes(b'\xef\xbb\xbf[job.a]\ncommand = ["x"]\n')  # a byte order mark
+    assert is_flow(path)
+    assert [*flow_of(path).job] == ["a"]
+    path.write_bytes(b"\xef\xbb\xbfcores = 3\n")
+    assert pool_of(path).cores == 3
+    for text, wanted in (
+        ("é = 1".encode("latin-1"), "save it as UTF-8"),
+        (b"a = " + 40 * b"[" + 40 * b"]", "32 deep"),
+        (b"a = ", "not valid TOML"),
+        (b"cores = 'many'", r"is not the file of a (flow|pool): "),
+    ):
+        path.write_bytes(text)
+        for read in (flow_of, pool_of):
+            with pytest.raises(SpecError, match=wanted):
+                read(path)
+    assert not is_flow(path)
+    for read, what in ((flow_of, "flow"), (pool_of, "pool")):
+        with pytest.raises(SpecError, match=f"there is no {what} file .* Did you mean 'a.toml'"):
+            read(tmp_path / "aa.toml")
 
 
 WRONG = {
