@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import tarfile
+from contextlib import ExitStack
 
 import pytest
 
@@ -15,13 +16,24 @@ def chromium():
 
 
 @pytest.fixture(scope="module")  # while it lives, asyncio.run does not work
-def browser(chromium):
-    """Chromium, without a window."""
+def launch(chromium):
+    """Starts a Chromium without a window, with these options more."""
     api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as tools:
-        found = tools.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield found
-        found.close()
+    with api.sync_playwright() as tools, ExitStack() as all_of_them:
+
+        def start(*words, **more):
+            words = ["--no-sandbox", *words]
+            found = tools.chromium.launch(executable_path=chromium, args=words, **more)
+            all_of_them.callback(found.close)
+            return found
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def browser(launch):
+    """Chromium, without a window."""
+    return launch()
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,7 @@ const View = (() => {
       const name = node("span", "");
       name.append(linked(row.trial, link(row.run)), row.trial === search.best_trial ? " best" : "");
       const steps = row.of ? `${count(row.steps)} / ${count(row.of)}` : count(row.steps);
-      return [name, marked(row.state), number(row.value), steps, row.seconds === null ? "–" : seconds(row.seconds), ...keys.map((key) => shown(row.values[key])), row.pruned || row.why || ""];
+      return [name, marked(row.state), number(row.value), steps, row.seconds === null ? "–" : seconds(row.seconds), ...keys.map((key) => shown(row.values[key])), node("div", row.pruned || row.why || "", "why")];
     });
     const made = table(["trial", "state", search.metric, "steps", "took", ...keys.map((key) => key.split(".").pop()), "note"], lines, [2, 3, 4, ...keys.map((_, at) => at + 5)]);
     if (sorted.length > 500) made.append(node("p", `${count(sorted.length - 500)} more.`, "note"));
@@ -216,7 +216,7 @@ const View = (() => {
   }), [2]);
 
   const jobs = (rows, link) => table(["job", "share", "state", "workers", "priority", "progress", "why, and until when"], rows.map((job) => {
-    const name = node("span", ""), told = node("div", ""), steps = node("div", "", "steps");
+    const name = node("span", ""), told = node("div", "", "why"), steps = node("div", "", "steps");
     name.append((job.step || job.held) && !(job.command || []).length ? linked(job.id, link(job.id)) : job.id);
     for (const [word, text] of job.told) told.append(node("div", word === "workers" ? `${word} ${text}` : word === "waits" || word === "why" ? text : `${word} ${text}`));
     steps.append(progress(job.step, job.steps), node("span", job.steps ? `${count(job.step)} / ${count(job.steps)}` : count(job.step)));
