@@ -29,7 +29,7 @@ from instep.comm.memory import run_ranks
 from instep.privacy.gradients.per_sample import PerSample
 from instep.privacy.grid import Grid
 from instep.privacy.secure.clipped import ClippedMean, Gift
-from instep.privacy.secure.masks import Mask, apply_mask
+from instep.privacy.secure.masks import Mask, apply_masks
 from instep.privacy.sums import PrivateSums
 from instep.records import Attempt
 from instep.sync.generation import Generation
@@ -64,14 +64,13 @@ def masks(count: int, turns: int) -> dict[str, Any]:
     numbers, copy = np.zeros(count, np.int32), np.zeros(count, np.int32)
     mask = Mask(bytes(range(32)), True)
 
-    def of_a_round() -> None:
-        for _ in range(PARTICIPANTS - 1):  # one for each other: they cancel in the sum
-            apply_mask(mask, numbers)
+    def of_a_round() -> None:  # one for each other: they cancel in the sum
+        apply_masks([mask] * (PARTICIPANTS - 1), numbers)
 
     found = in_turns(
         {
             "copy": lambda: np.copyto(copy, numbers),
-            "mask": lambda: apply_mask(mask, numbers),
+            "mask": lambda: apply_masks([mask], numbers),
             "round": of_a_round,
         },
         turns,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
+from instep.privacy.kernels import gaussian_pairs
 from instep.privacy.keys import Words, derived, words
 
 Whole = np.ndarray[Any, np.dtype[np.int64]]
@@ -73,21 +73,12 @@ def _block(key: bytes, sigma: float, first: int, count: int) -> Whole:
 def _approximate(drawn: Words, sigma: float) -> tuple[Floats, Floats]:
     """Numbers before they are rounded, [2 * pairs], and how far from them the true ones may be."""
     # a word stands for all numbers from it to the next: its middle is at most half a word away
-    uniform = drawn[0::2].astype(np.float64)
-    uniform += 0.5
-    uniform *= 2.0**-64
-    angle = drawn[1::2].astype(np.float64)
-    angle += 0.5
-    angle *= 2.0**-63 * np.pi
-    radius, turned = torch.from_numpy(uniform).log().mul_(-2.0).sqrt_(), torch.from_numpy(angle)
-    found = np.empty(len(drawn))
-    pair = torch.from_numpy(found).view(-1, 2)
-    torch.mul(radius, turned.cos(), out=pair[:, 0])
-    torch.mul(radius, turned.sin(), out=pair[:, 1])
-    found *= sigma
+    found, pairs = np.empty(len(drawn)), len(drawn) // 2
+    uniform, radius = np.empty(pairs), np.empty(pairs)
+    gaussian_pairs(drawn, sigma, uniform, radius, found)
     error = np.full(len(found), sigma * _USUAL_ERROR)
     rare = np.flatnonzero(np.abs(uniform - 0.5) > 0.5 - _USUAL)
-    error[2 * rare] = error[2 * rare + 1] = sigma * _error(uniform[rare], radius.numpy()[rare])
+    error[2 * rare] = error[2 * rare + 1] = sigma * _error(uniform[rare], radius[rare])
     return found, error
 
 

@@ -9,7 +9,7 @@ Way in: `prove_privacy`.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from instep.job.spec import JobSpec
 from instep.privacy import secret_files
 from instep.privacy.accounting import SampledSteps, bounds
-from instep.privacy.released import contents_by_commit, secret_tag, secret_tag_in
+from instep.privacy.released import ReleaseRecords, read_released, secret_tag
 from instep.privacy.sampling import NOTHING, SAMPLINGS
 from instep.privacy.units import Units
 from instep.words import plural, ranges
@@ -89,14 +89,14 @@ def prove_privacy(
     Raises:
         SpecError: the secret is not here, or a library is missing.
     """
-    secret, contents = secret_files.load(run_id), contents_by_commit(run, run_id)
+    secret, released = secret_files.load(run_id), read_released(run, run_id)
     spec, known = job.privacy, job.privacy.accounted
     units = Units.of_job(job, int(known["samples"]))
     plan = SampledSteps(spec.sampling, units.in_epoch, int(known["steps"]))
-    own = contents_by_commit(run)  # of this folder alone, which must have each step of its own
-    faults = [*_of_secret(run, run_id, secret), *_of_releases(own, contents, last_step)]
+    faults = [*_of_secret(run, run_id, secret, released.secret)]
+    faults += _of_releases(released, last_step)
     faults += _of_units(ledger, job, units, secret, last_step)
-    if (last := max(last_step, *contents, 0)) > plan.steps:
+    if (last := max(last_step, *released.known, 0)) > plan.steps:
         faults.append(f"{last} steps were published, and epsilon is of {plan.steps}")
     found = bounds(plan, spec.noise or 0.0, spec.delta or 0.0)
     pairs = (found.upper, known["epsilon"]), (found.lower, known["epsilon_lower"])
@@ -113,12 +113,12 @@ def prove_privacy(
         units=units.number,
         epsilon=found.upper,
         claimed=known["epsilon"],
-        released=sum(contents.values()),
+        released=sum(released.known.values()),
     )
 
 
-def _of_secret(run: Path, run_id: str, secret: bytes) -> Iterator[str]:
-    known, file = secret_tag_in(run), secret_files.folder() / run_id
+def _of_secret(run: Path, run_id: str, secret: bytes, known: bytes | None) -> Iterator[str]:
+    file = secret_files.folder() / run_id
     if known is None:
         yield "releases.bin does not say which secret the run has"
     elif known != secret_tag(secret):
@@ -138,12 +138,11 @@ def _holds(path: Path, secret: bytes) -> bool:
         return any(data.find(each) >= 0 for each in (secret, secret.hex().encode()))
 
 
-def _of_releases(
-    own: Mapping[int, int], contents: Mapping[int, int], last_step: int
-) -> Iterator[str]:
+def _of_releases(released: ReleaseRecords, last_step: int) -> Iterator[str]:
+    own, known = released.own, released.known  # this folder must have each step of its own
     if missing := [step for step in range(1, last_step + 1) if step not in own]:
         yield f"step {ranges(missing, 20)}: committed, and no release is recorded"
-    if twice := sorted(commit for commit, count in contents.items() if count > 1):
+    if twice := sorted(commit for commit, count in known.items() if count > 1):
         yield f"step {ranges(twice, 20)}: published with more than one content"
 
 

@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class Releases:
         for path in self._files:
             if path.exists() and (torn := path.stat().st_size % RELEASE.itemsize):
                 os.truncate(path, path.stat().st_size - torn)
-        known = secret_tag_in(self._path.parent)
+        known = read_released(self._path.parent).secret
         if known is None and not self._path.exists():
             self.write(0, secret_tag(secret))
         elif known not in (None, secret_tag(secret)):
@@ -80,27 +81,42 @@ def beside_secret(run_id: str) -> Path:
     return secret_files.folder() / f"{run_id}.{FILE}"
 
 
-def contents_by_commit(run: Path, run_id: str = "") -> Mapping[int, int]:
-    """How many contents each commit was published with; empty where there is no record.
+class ReleaseRecords(NamedTuple):
+    """Records of a run, read once."""
+
+    secret: bytes | None
+    """The tag of its secret; None where there is no record."""
+    own: Mapping[int, int]
+    """Contents that each commit was published with, by this folder: how many."""
+    known: Mapping[int, int]
+    """Contents by whatever has the same secret and is known here."""
+
+
+def read_released(run: Path, run_id: str = "") -> ReleaseRecords:
+    """Read the records of a run.
 
     Args:
         run: its folder.
         run_id: names the secret; what else was published with it counts too, if that is known here.
     """
-    records = _records(run / FILE)
-    if records and run_id:
-        records |= _records(beside_secret(run_id))
-    return Counter(commit for commit, _ in records if commit)
+    own = _records(run / FILE)
+    known = own | _records(beside_secret(run_id)) if own and run_id else own
+    counted = [Counter(commit for commit, _ in some if commit) for some in (own, known)]
+    return ReleaseRecords(next((found for commit, found in own if not commit), None), *counted)
+
+
+def contents_by_commit(run: Path, run_id: str = "") -> Mapping[int, int]:
+    """Contents that each commit was published with, how many; empty where there is no record.
+
+    Args:
+        run, run_id: as for `read_released`.
+    """
+    return read_released(run, run_id).known
 
 
 def secret_tag(secret: bytes) -> bytes:
     """16 bytes by which whoever has a secret knows it again."""
     return tag(derived(secret, "released"), b"the secret of the run")
-
-
-def secret_tag_in(run: Path) -> bytes | None:
-    """The tag of the secret of a run; None where there is no record."""
-    return next((found for commit, found in _records(run / FILE) if not commit), None)
 
 
 def _private(path: str, flags: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from instep.privacy.grid import Grid
+from instep.privacy.kernels import unscaled_with_noise
 from instep.privacy.keys import derived, tag
 from instep.privacy.noise import rounded_gaussian
 
@@ -96,9 +97,13 @@ class PrivateSums:
         assert self._key, "seal() comes first"
         flat = agreed.reshape(-1)
         drawn = rounded_gaussian(self._key, self._sigma, self._first[index], flat.numel())
+        unit = self._grid.unit / self._planned
+        if flat.device.type == "cpu":
+            found = torch.empty(flat.numel())
+            unscaled_with_noise(flat.numpy(), drawn, unit, found.numpy())
+            return found.view_as(agreed)
         whole = torch.from_numpy(drawn).to(agreed.device) + flat
-        mean = whole.to(torch.float64) * (self._grid.unit / self._planned)
-        return mean.to(torch.float32).view_as(agreed)
+        return (whole.to(torch.float64) * unit).to(torch.float32).view_as(agreed)
 
     def sizes(self) -> list[int]:
         """Nothing is asked of them."""

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from instep.errors import RecipeError, SpecError
@@ -235,9 +236,22 @@ class Branching(nn.Module):
         return self.linear(x if float(x.sum()) > 0 else -x)
 
 
-def test_what_torch_func_cannot_compute_is_computed_one_by_one():
+class Checkpointed(nn.Module):
+    """Computes a part of its forward pass again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        again = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False)
+        return self.out(again.tanh())
+
+
+@pytest.mark.parametrize("make", [Branching, Checkpointed])
+def test_what_torch_func_cannot_compute_is_computed_one_by_one(make):
     torch.manual_seed(0)
-    model, batch = Branching(), made("mlp")[1]
+    model, batch = make(), made("mlp")[1]
     per_sample, grid, sums = summed(model, batch)
     assert per_sample.batched is False
     assert "torch.func cannot" in per_sample.why

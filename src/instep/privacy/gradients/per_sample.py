@@ -1,29 +1,31 @@
 """Gradients of single samples, clipped one by one, as whole numbers that are then summed.
 
 Nothing that two samples have together is computed before each is clipped and rounded to the grid.
-`torch.func` computes the gradients of many samples at once; those of plain layers as what the
-layers read and what is sent back to them (`taps.py`). Where that gives something else than the
-samples one by one, or where the content of one sample shows in the last bits of another's, all
-gradients are asked of `torch.func`, and where that does not do either, samples are computed one by
-one. Stand-ins of the samples' shapes decide that (`stand_ins.py`), never samples. Way in:
-`PerSample`.
+`torch.func` runs the forward pass of one sample for many at once, and an ordinary backward pass
+gives the gradients of each; those of plain layers as what the layers read and what is sent back to
+them (`taps.py`). Where that gives something else than the samples one by one, or where the content
+of one sample shows in the last bits of another's, no layer is plain, and where that does not do
+either, samples are computed one by one. Stand-ins of the samples' shapes decide that
+(`stand_ins.py`), never samples. Way in: `PerSample`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instep.data.reading.generators import preserved, seed_all
 from instep.errors import RecipeError
-from instep.parallel.nested import leaves, on_tensors, tensors_in
+from instep.parallel.nested import tensors_in
+from instep.privacy.gradients.dividing import flat, samples_of
 from instep.privacy.gradients.forbidden import refuse
 from instep.privacy.gradients.products import IN_CACHE, SampleGradients, WholeGradients
 from instep.privacy.gradients.stand_ins import STAND_INS, on_last, stand_ins
@@ -93,15 +95,16 @@ class PerSample:
                 parameter moved.
         """
         if self.batched is None:
-            self._choose(_samples(batch, samples, 0, 1))
+            self._choose(samples_of(batch, samples, 0, 1))
         before = self._versions()
         found = [
             torch.zeros(each.shape, dtype=torch.int32, device=each.device)
             for each in self._parameters
         ]
         for some, gradients in self._gradients(batch, samples):
-            for first in range(0, some, self._in_cache):
-                stop = min(first + self._in_cache, some)
+            step = max(1, IN_CACHE // max(1, sum(each.size for each in gradients)))
+            for first in range(0, some, step):
+                stop = min(first + step, some)
                 self._add([each.part(first, stop) for each in gradients], found)
         if self._versions() != before:
             raise RecipeError(
@@ -111,20 +114,15 @@ class PerSample:
             )
         return found
 
-    @property
-    def _in_cache(self) -> int:
-        """Samples whose gradients are made at a time."""
-        return max(1, IN_CACHE // max(1, self._grid.numbers))
-
     def _gradients(self, batch: Any, samples: int) -> Iterator[tuple[int, list[SampleGradients]]]:
         """Gradients of each parameter, of some samples, and how many these are."""
         if self.batched:
-            one = _samples(batch, samples, 0, 1)
+            one = samples_of(batch, samples, 0, 1)
             yield from self._many(batch, samples, 0, samples, self._taps_of(one))
             return
         for place in range(samples):
             self._seed(place)
-            alone = self._alone(_samples(batch, samples, place, place + 1))
+            alone = self._alone(samples_of(batch, samples, place, place + 1))
             yield 1, [WholeGradients(each[None]) for each in alone]
 
     def _many(
@@ -138,7 +136,7 @@ class PerSample:
             stop = min(begin + step, last)
             self._seed(begin)  # what a pass draws is the same where it is computed once more
             try:
-                found = self._together(_samples(batch, samples, begin, stop), taps)
+                found = self._together(samples_of(batch, samples, begin, stop), taps)
             except CalledOtherwise:  # layers are called by chance, as in stochastic depth
                 yield from self._many(batch, samples, begin, stop, self._untapped)
             else:
@@ -169,31 +167,43 @@ class PerSample:
         return self._taps[shapes]
 
     def _together(self, batch: Any, taps: Taps) -> list[SampleGradients]:
+        """Gradients of samples that each went through the model by themselves.
+
+        The forward pass is that of one sample, which `vmap` runs for all, each with parameters and
+        zeros of its own. So the backward pass of the sum of their losses sends to each sample's own
+        what its loss alone sends back, and needs no `vmap`.
+        """
+        tensors, rebuilt = flat(batch)
+        some = len(tensors[0])
         held = {
-            place: each.detach()
+            place: each.detach().expand(some, *each.shape).requires_grad_()
             for place, each in enumerate(self._parameters)
             if place not in taps.covered
         }
-        tensors, rebuilt = _flat(batch)
+        rest = {
+            place: each.detach() for place, each in enumerate(self._parameters) if place not in held
+        }
+        added = taps.zeros(some)
 
         def of_one(
-            values: dict[int, Tensor], added: list[Tensor], *one: Tensor
+            values: dict[int, Tensor], zeros: list[Tensor], *one: Tensor
         ) -> tuple[Tensor, dict[int, Tensor]]:
             alone = rebuilt([each.unsqueeze(0) for each in one])
-            pairs = ((self._names[place], value) for place, value in values.items())
+            pairs = ((self._names[place], value) for place, value in (rest | values).items())
             named = {f"model.{name}": value for names, value in pairs for name in names}
-            with taps.adding(added) as read:
+            with taps.adding(zeros) as read:
                 # tied ones are named; torch's own way leaves a layer that is used twice replaced
                 found = functional_call(self._whole, named, (alone,), tie_weights=False)
             assert isinstance(found, Tensor)
-            return found, read
+            return found.reshape(()), {place: each.detach() for place, each in read.items()}
 
-        axes = (None, None, *[0] * len(tensors))
-        slopes = grad(of_one, argnums=(0, 1), has_aux=True)
-        with sdpa_kernel(SDPBackend.MATH):  # vmap has rules for no other
-            (whole, sent), read = vmap(slopes, in_dims=axes, randomness="different")(
-                held, taps.zeros(), *tensors
+        with _as_vmap_can(), torch.enable_grad():
+            losses, read = vmap(of_one, randomness="different")(held, added, *tensors)
+            slopes = torch.autograd.grad(
+                losses.sum(), [*held.values(), *added], materialize_grads=True
             )
+        whole = dict(zip(held, slopes, strict=False))
+        sent = slopes[len(held) :]
         found: dict[int, SampleGradients] = {}
         seen = {each.untyped_storage().data_ptr() for each in (*sent, *read.values())}
         for place, each in whole.items():  # two that are added have one gradient, in one memory
@@ -225,7 +235,7 @@ class PerSample:
         self._model.eval()
         try:
             apart = [
-                self._alone(_samples(some, STAND_INS, place, place + 1))
+                self._alone(samples_of(some, STAND_INS, place, place + 1))
                 for place in range(STAND_INS)
             ]
             self.why = self._differs(some, apart)
@@ -252,7 +262,9 @@ class PerSample:
             together = float(self._whole(some))
         except Exception:  # it may take one sample alone
             return
-        losses = [float(self._whole(_samples(some, STAND_INS, n, n + 1))) for n in range(STAND_INS)]
+        losses = [
+            float(self._whole(samples_of(some, STAND_INS, n, n + 1))) for n in range(STAND_INS)
+        ]
         mean = sum(losses) / STAND_INS
         if abs(together - mean) > _NEAR * (abs(together) + abs(mean)):
             self._compared = (
@@ -263,7 +275,7 @@ class PerSample:
 
     def _fails(self, some: Any) -> str:
         """The reason why samples cannot be computed at once in train mode, if they cannot."""
-        taps = self._taps_of(_samples(some, STAND_INS, 0, 1))
+        taps = self._taps_of(samples_of(some, STAND_INS, 0, 1))
         try:
             for _ in self._many(some, STAND_INS, 0, STAND_INS, taps):
                 pass
@@ -273,7 +285,7 @@ class PerSample:
 
     def _differs(self, some: Any, apart: list[list[Tensor]]) -> str:
         try:
-            taps = self._taps_of(_samples(some, STAND_INS, 0, 1))
+            taps = self._taps_of(samples_of(some, STAND_INS, 0, 1))
             together = [each.whole() for each in self._together(some, taps)]
             changed = [each.whole() for each in self._together(on_last(some), taps)]
         except Exception as error:  # whatever a user's model raises within vmap
@@ -291,6 +303,19 @@ class PerSample:
             if not torch.equal(one[:-1].nan_to_num(), two[:-1].nan_to_num()):
                 return "the content of one sample shows in the last bits of another's gradient"
         return ""
+
+
+@contextmanager
+def _as_vmap_can() -> Iterator[None]:
+    """Attention by kernels that `vmap` has rules for; and nothing is computed once more in the
+    backward pass, where samples would be together."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), disable_saved_tensors_hooks("one by one"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class _WithLoss(nn.Module):
@@ -313,36 +338,3 @@ def names_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[list[
             if id(each) in found:
                 found[id(each)].append(f"{path}.{name}" if path else name)
     return [found[id(each)] for each in parameters]
-
-
-def _samples(batch: Any, samples: int, first: int, stop: int) -> Any:
-    """Samples [first, stop) of a batch."""
-    tensors, rebuilt = _flat(batch)
-    for each in tensors:
-        if not each.dim() or len(each) != samples:
-            raise RecipeError(
-                f"[privacy]: a batch of {samples} samples has a tensor of shape "
-                f"{list(each.shape)}: its first dimension is to be that of the samples, or no "
-                "gradient is of one sample alone. Change collate."
-            )
-    return rebuilt([each[first:stop] for each in tensors])
-
-
-def _flat(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """The tensors of a nested batch, and what makes such a batch of others.
-
-    Raises:
-        RecipeError: it has something else than tensors.
-    """
-    if strange := [each for each in leaves(batch) if not isinstance(each, Tensor)]:
-        raise RecipeError(
-            f"[privacy]: a batch has a {type(strange[0]).__name__} ({strange[0]!r:.40}) beside its "
-            "tensors, which cannot be divided into samples. Have collate leave it out."
-        )
-    tensors = tensors_in(batch)
-
-    def rebuilt(others: list[Tensor]) -> Any:
-        each = iter(others)
-        return on_tensors(batch, lambda tensor: next(each))
-
-    return tensors, rebuilt

@@ -11,17 +11,23 @@ of a gradient, `SampleGradients` all of them.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-IN_CACHE = 1 << 20
+from instep.privacy.kernels import add_products, add_rounded, squared_norms
+
+IN_CACHE = 1 << 22
 """Numbers of gradients that are made at a time: with fewer, calls cost more than memory."""
 
 
 class SampleGradients(Protocol):
     """Gradients of one parameter, of several samples."""
+
+    size: int
+    """Numbers of one sample that are made before they are summed."""
 
     def part(self, first: int, stop: int) -> SampleGradients:
         """Gradients of samples [first, stop)."""
@@ -50,20 +56,32 @@ class WholeGradients:
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
+        self.size = math.prod(numbers.shape[1:])
 
     def part(self, first: int, stop: int) -> WholeGradients:
         """Gradients of some samples."""
         return WholeGradients(self._numbers[first:stop])
 
+    @property
+    def _rows(self) -> Tensor:
+        return self._numbers.reshape(len(self._numbers), self.size)
+
     def squares(self) -> Tensor:
         """Sums of squares in float64."""
-        flat = self._numbers.flatten(1)
-        norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+        if self._numbers.device.type == "cpu":
+            found = torch.empty(len(self._numbers), dtype=torch.float64)
+            squared_norms(self._rows.contiguous().numpy(), found.numpy())
+            return found
+        norms: Tensor = torch.linalg.vector_norm(self._rows, dim=1, dtype=torch.float64)
         return norms.square()
 
     def add_into(self, total: Tensor, factors: Tensor) -> None:
-        """Multiply in place."""
+        """Multiply, on a GPU in place."""
         numbers = self._numbers
+        if numbers.device.type == "cpu":
+            rows, whole = self._rows.contiguous(), total.view(-1)
+            add_rounded(rows.numpy(), factors.to(torch.float32).numpy(), whole.numpy())
+            return
         if not (factors > 0).all():  # of one that is not finite nothing is left
             numbers[factors == 0] = 0.0
         ones = [1] * (numbers.dim() - 1)
@@ -85,6 +103,7 @@ class LinearGradients:
 
     def __init__(self, read: Tensor, sent: Tensor) -> None:
         self._read, self._sent = read, sent
+        self.size = read.shape[2] * sent.shape[2] if read.shape[1] > 1 else 0
         self._made: WholeGradients | None = None
 
     def part(self, first: int, stop: int) -> LinearGradients:
@@ -96,12 +115,8 @@ class LinearGradients:
         if self._read.shape[1] > 1:
             self._made = WholeGradients(self.whole())
             return self._made.squares()
-        pair = [
-            torch.linalg.vector_norm(each[:, 0], dim=1, dtype=torch.float64)
-            for each in (self._read, self._sent)
-        ]
-        norms: Tensor = pair[0] * pair[1]
-        return norms.square()
+        read, sent = (WholeGradients(each).squares() for each in (self._read, self._sent))
+        return read * sent
 
     def add_into(self, total: Tensor, factors: Tensor) -> None:
         """Multiply what was sent back: then the product fits into float32, however large it is."""
@@ -111,6 +126,9 @@ class LinearGradients:
             return
         kept = torch.where((factors > 0).view(-1, 1), self._sent[:, 0], 0.0)
         scaled = (kept.to(torch.float64) * factors.view(-1, 1)).to(self._sent.dtype)
+        if scaled.device.type == "cpu":
+            add_products(scaled.numpy(), self._read[:, 0].contiguous().numpy(), total.numpy())
+            return
         read = torch.where((factors > 0).view(-1, 1), self._read[:, 0], 0.0)
         _add(torch.mul(scaled.unsqueeze(2), read.unsqueeze(1)).round_(), total)
 
@@ -130,6 +148,7 @@ class ConvolutionGradients:
 
     def __init__(self, layer: nn.Conv2d, read: Tensor, sent: Tensor) -> None:
         self._layer, self._read, self._sent = layer, read, sent
+        self.size = layer.weight.numel()
         self._made: WholeGradients | None = None
 
     def part(self, first: int, stop: int) -> ConvolutionGradients:
@@ -142,7 +161,7 @@ class ConvolutionGradients:
         return self._made.squares()
 
     def add_into(self, total: Tensor, factors: Tensor) -> None:
-        """Multiply in place."""
+        """Multiply what is made."""
         (self._made or WholeGradients(self.whole())).add_into(total, factors)
 
     def whole(self) -> Tensor:
@@ -162,6 +181,8 @@ class EmbeddingGradients:
         rows: of the weight.
         padding: the row that is not trained; None where all are.
     """
+
+    size = 0
 
     def __init__(self, read: Tensor, sent: Tensor, rows: int, padding: int | None) -> None:
         self._read, self._sent, self._rows, self._padding = read, sent, rows, padding

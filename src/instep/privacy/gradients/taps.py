@@ -112,9 +112,11 @@ class Taps:
         """Numbers that are kept of a sample."""
         return sum(2 * torch.Size(each.shape).numel() for each in self.tapped)
 
-    def zeros(self) -> list[Tensor]:
+    def zeros(self, samples: int) -> list[Tensor]:
         """Something to add to the output of each, whose gradient is what is sent back to it."""
-        return [torch.zeros(t.shape, device=t.layer.weight.device) for t in self.tapped]
+        made = [torch.zeros(1, device=each.layer.weight.device) for each in self.tapped]
+        pairs = zip(made, self.tapped, strict=True)
+        return [zero.expand(samples, *each.shape).requires_grad_() for zero, each in pairs]
 
     @contextmanager
     def adding(self, added: list[Tensor]) -> Iterator[dict[int, Tensor]]:

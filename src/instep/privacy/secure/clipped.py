@@ -24,9 +24,10 @@ from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.privacy.grid import MARGIN
-from instep.privacy.secure.masks import Mask
+from instep.privacy.secure.masks import Mask, apply_masks
 from instep.privacy.secure.members import check_enough
-from instep.privacy.secure.over_ranks import SumOverRanks, apply_masks, sum_of_all
+from instep.privacy.secure.over_ranks import SumOverRanks, sum_of_all
+from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Result
 from instep.sync.norm import BLOCK
@@ -77,13 +78,15 @@ class ClippedMean(AllReduce):
     def __init__(
         self, clip: float, participants: int, *, least: int, job: bytes, bucket_mb: float = 8.0
     ) -> None:
-        super().__init__(bucket_mb=bucket_mb, overlap=False)
+        super().__init__(bucket_mb=bucket_mb)
         self._clip, self._unit = clip, clip / PER_CLIP
         self._participants, self._least, self._job = participants, least, job
         self._come: list[int] = []
         self._gifts: list[tuple[int, float, dict[int, Tensor]]] = []
         self._norms: dict[int, float] = {}
         self._masks: Sequence[Mask] = ()
+        self._digest = b""
+        """Digest of the parameters, once an attempt has asked for it."""
         self._opened: tuple[tuple[int, int], list[int]] | None = None
         """Course and number of the last round that was opened here, and of whom."""
 
@@ -94,7 +97,6 @@ class ClippedMean(AllReduce):
 
     def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
         self._come, self._gifts = [], []
-        self._places = _places(parameters)
         return self._sums_on_grid(parameters)
 
     def _sums_on_grid(self, parameters: Sequence[Parameter]) -> Sums:
@@ -141,10 +143,10 @@ class ClippedMean(AllReduce):
             sealed = SumOverRanks(
                 self._comm, members, list(here), least=self._least, context=context
             )
-            apply_masks(sealed.masks(giving), numbers)
+            apply_masks(sealed.masks(giving), numbers.numpy())
             self._comm.all_reduce(numbers).wait()
             sealed.open(self._come)
-            apply_masks(sealed.left, numbers)
+            apply_masks(sealed.left, numbers.numpy())
         else:
             self._comm.all_reduce(numbers).wait()
         count, weight, loss, strange = numbers.tolist()
@@ -159,6 +161,11 @@ class ClippedMean(AllReduce):
         """Who of this rank has something to give; notes how much."""
         self._norms = {of: gift.norm for of, gift in here.items() if gift.weight > 0}
         return [of for of, norm in self._norms.items() if math.isfinite(norm)]
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """Masks of this attempt are bound to the parameters as they are now."""
+        super().begin_step(attempt)
+        self._digest = b""
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """Begin what is that participant's."""
@@ -177,20 +184,25 @@ class ClippedMean(AllReduce):
         if self.sealed and self._come:
             context = self._context("moves", self._come)
             masks = sum_of_all(self._comm, self._come, here, least=self._least, context=context)
-        for unit, weight, moved in given:
-            factor = min(1.0, self._clip * (1 - MARGIN) / max(self._norms[unit], 1e-300))
-            super().begin_pass(1.0, last=False)
-            for slot, parameter in enumerate(self._parameters):
-                each = moved.get(slot, torch.zeros_like(parameter))
-                scaled = each.to(torch.float64).mul_(factor * weight / self._unit).round_()
-                super().gradient(slot, scaled.to(torch.int32))
         self._gifts, self._masks = [], masks
+        for number, (unit, weight, moved) in enumerate(given):
+            factor = min(1.0, self._clip * (1 - MARGIN) / max(self._norms[unit], 1e-300))
+            super().begin_pass(1.0, last=number == len(given) - 1)
+            for slot in reversed(range(len(self._parameters))):  # as buckets fill, and leave
+                each = moved.get(slot)
+                each = torch.zeros_like(self._parameters[slot]) if each is None else each
+                super().gradient(slot, _on_grid(each, factor * weight / self._unit))
         return super().exchange(notes)
 
     def _send(self, number: int, bucket: Bucket) -> Work:
         """Mask a bucket while the one before is on its way."""
-        for slot, view in zip(bucket.members, bucket.views, strict=True):
-            apply_masks(self._masks, view, self._places[slot])
+        if self._masks and bucket.members:
+            before = self._buckets[:number]
+            place = sum(-(-4 * len(each.flat) // 16) * 16 for each in before)
+            whole = bucket.flat[
+                : len(bucket.flat) - len(bucket.spare)
+            ]  # notes are no numbers of it
+            apply_masks(self._masks, whole.numpy(), place)
         return super()._send(number, bucket)
 
     def _note_list(self) -> None:
@@ -208,10 +220,17 @@ class ClippedMean(AllReduce):
     def _context(self, what: str, members: Sequence[int]) -> bytes:
         """Digest that masks are bound to: of job, attempt at a round, model, and participants."""
         digest = hashlib.sha256(f"instep sum of {what} {tuple(self._attempt)}".encode() + self._job)
-        digest.update(np.array(members, "<i8").tobytes())
-        for each in self._parameters:
-            digest.update(each.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(np.array(members, "<i8").tobytes() + self._model())
         return digest.digest()
+
+    def _model(self) -> bytes:
+        """Digest of the parameters, which are the same in all sums of an attempt."""
+        if not self._digest:
+            digest = hashlib.sha256()
+            for each in self._parameters:
+                digest.update(each.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            self._digest = digest.digest()
+        return self._digest
 
     def apply(self, update: Callable[[], Result]) -> Result | None:
         """Move by what was handed out."""
@@ -255,13 +274,24 @@ class GridSums(Plain):
 
     def gradient(self, index: int, agreed: Tensor) -> Tensor:
         """The sum, in units of the parameter."""
-        return (agreed.to(torch.float64) * self._unit).to(self._kinds[index])
+        kind = self._kinds[index]
+        if agreed.device.type == "cpu" and kind == torch.float32:
+            from instep.privacy.kernels import unscaled
+
+            found = torch.empty(agreed.shape)
+            unscaled(agreed.contiguous().view(-1).numpy(), self._unit, found.view(-1).numpy())
+            return found
+        return (agreed.to(torch.float64) * self._unit).to(kind)
 
 
-def _places(parameters: Sequence[Tensor]) -> list[int]:
-    """Where the numbers of each parameter begin in a mask, in bytes."""
-    found, at = [], 0
-    for each in parameters:
-        found.append(at)
-        at += -(-4 * each.numel() // 16) * 16
-    return found
+def _on_grid(numbers: Tensor, factor: float) -> Tensor:
+    """Multiply in float64 and round, to int32."""
+    if numbers.device.type == "cpu" and numbers.dtype == torch.float32:
+        from instep.privacy.kernels import scaled_and_rounded
+
+        found = torch.empty(numbers.shape, dtype=torch.int32)
+        scaled_and_rounded(
+            numbers.detach().contiguous().view(-1).numpy(), factor, found.view(-1).numpy()
+        )
+        return found
+    return numbers.to(torch.float64).mul_(factor).round_().to(torch.int32)

@@ -14,11 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.errors import WorkerError
-from instep.privacy.secure.masks import Mask, apply_mask
+from instep.privacy.secure.masks import Mask
 from instep.privacy.secure.members import (
     KEYS_BYTES,
     SEALED_BYTES,
@@ -175,15 +174,3 @@ def _table(
     comm.all_reduce(shared).wait()
     found = shared.numpy().view(np.uint8)
     return {member: found[place, :width].tobytes() for member, place in places.items()}
-
-
-def apply_masks(masks: Sequence[Mask], numbers: Tensor, first: int = 0) -> None:
-    """Apply masks to whole numbers of a tensor on the CPU, in place.
-
-    Args:
-        masks: as they come.
-        numbers: contiguous, int32 or int64.
-        first: where they begin in each mask, in bytes; a multiple of 16.
-    """
-    for mask in masks:
-        apply_mask(mask, numbers.detach().numpy(), first)
