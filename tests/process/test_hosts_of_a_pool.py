@@ -21,6 +21,7 @@ from instep.lab.netlab import OUTSIDE, Network
 from instep.pool.hosts.free_places import places_taken
 from instep.pool.jobs import PoolJob
 from instep.pool.pool_file import PoolFolder
+from instep.search.begin import found_in
 from instep.store.run_folder import RunFolder
 
 pytestmark = [pytest.mark.process]
@@ -189,6 +190,53 @@ def test_a_job_across_hosts_survives_a_drain_and_a_killed_agent_to_the_same_bits
     assert "host_given_back" in events
     until(lambda: not pool.taken(name))
     pool.check_result(name, 400)
+
+
+FLOW = """
+[job.prepare]
+command = ["sh", "-c", "echo prepared > said"]
+[job.mesh]
+file = "mesh.toml"
+after = ["prepare"]
+"""
+
+SEARCH = """
+[search]
+trials = 3
+width = 2
+metric = "accuracy"
+sampler = "random"
+[search.space]
+"train.max_grad_norm" = [0.5, 1.0, 2.0]
+"""
+
+
+@pytest.mark.slow
+def test_a_search_a_command_and_a_mesh_run_on_the_machine_of_the_scheduler_beside_others(
+    tmp_path: Path, make: Callable[..., HostedPool]
+) -> None:
+    pytest.importorskip("optuna")
+    pool = make({"one": 1, "third": 2})
+    (tmp_path / "mesh.toml").write_text(f"{JOB.format(steps=20, pause_s=0.0)}[mesh]\nstages = 2\n")
+    (tmp_path / "search.toml").write_text(JOB.format(steps=60, pause_s=0.01) + SEARCH)
+    (tmp_path / "flow.toml").write_text(FLOW)
+    job = json.loads(pool.call("submit", tmp_path / "search.toml", *pool.where, "--json"))["job"]
+    name = pool.submit(100, 0.01)
+    until(lambda: pool.taken(job) == {"third": 2} and pool.taken(name) == {"one": 1})
+    pool.call("submit", tmp_path / "flow.toml", *pool.where, "--priority", 5)
+    until(lambda: all(bool(each.outcome) for each in pool.folder.state().jobs.values()))
+    assert {each.outcome for each in pool.folder.state().jobs.values()} == {"completed"}
+    assert (tmp_path / "said").read_text() == "prepared\n"
+    (agent,) = (pool.folder.folder / "hosts").glob("*.lock")
+    assert lives(agent)
+    pool.call("pool", *pool.where, "stop")
+    assert not lives(agent), "what the pool has started on a host stays"
+    pool.check_result(name, 100)
+    pool.call("search", tmp_path / "search.toml", "--runs", tmp_path / "alone", "--name", job)
+    found = [found_in(folder / job).told for folder in (pool.folder.runs, tmp_path / "alone")]
+    hashes = [[each.result.parameters_sha256 for each in told.values()] for told in found]
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == 3
 
 
 @needs_hosts

@@ -45,7 +45,8 @@ class CheckedDisk(Disk):
 class HostedRun:
     """The run of one job, whose workers are on hosts."""
 
-    def __init__(self, work: float) -> None:
+    def __init__(self, work: float, *, local: bool) -> None:
+        self.local = local
         self.left, self.lives, self.outcome = work, False, ""
         self.places: dict[str, int] = {}
         self.on: dict[str, int] = {}
@@ -79,7 +80,11 @@ class MadeUpHosts:
                 if self.told.pop(name, None) is not None:
                     found.append(HostAway(name))
                 continue
-            here = {i: run.on[name] for i, run in self.runs.items() if run.on.get(name)}
+            here = {
+                i: run.on[name]
+                for i, run in self.runs.items()
+                if run.on.get(name) and not self.jobs[i].local
+            }
             if self.told.get(name) != here:
                 self.told[name] = here
                 found.append(HostSeen(name, here))
@@ -106,7 +111,7 @@ class MadeUpHosts:
             if name in self.back_at or self.draw.random() > self.chance / 8:
                 continue
             self.back_at[name] = self.now + self.draw.choice([1.0, 5.0, 40.0])
-            if self.draw.random() < 0.5:
+            if self.draw.random() < 0.5 and not self.hosts[name].local:
                 self.lost.add(name)
                 for run in self.runs.values():  # the machine is gone, and so are its processes
                     if run.on.pop(name, 0) and run.lives:
@@ -141,11 +146,16 @@ class MadeUpHosts:
         """The client is gone; workers end a moment later."""
         run.lives, run.stopping, run.places = False, False, {}
         run.leaves_at = self.now + self.draw.uniform(0.0, 2.0)
+        if run.local:  # they end with it
+            run.on = {}
 
     def check(self) -> None:
         for name, host in self.hosts.items():
             workers = {i: run.on[name] for i, run in self.runs.items() if run.on.get(name)}
             assert sum(workers.values()) <= host.cores, f"{workers} on {name}: {host}"
+            assert host.local or not any(self.jobs[i].local for i in workers), (
+                f"{workers} on {name}"
+            )
             memory = sum(self.jobs[i].memory * each for i, each in workers.items())
             assert memory <= (host.memory or memory), f"{workers} on {name}: {host}"
 
@@ -159,6 +169,7 @@ class MadeUpHosts:
         run = self.runs[job.id]
         begun = run.lives and self.now >= run.ready_at
         lost = tuple(name for name in self.hosts if name in run.lost or not begun)
+        lost, begun = ((), True) if job.local else (lost, begun)
         step, left = 100 - int(run.left), run.left * 1.1
         return JobSight(run.lives, run.workers, step, 100, left, run.outcome, "", {}, lost, begun)
 
@@ -200,7 +211,9 @@ def hosted_story(seed: int) -> dict[str, int]:
     draw = random.Random(seed)
     chance = draw.choice([0.0, 0.02, 0.1])
     hosts = {
-        f"host-{n}": PoolHost(cores=draw.randint(1, 6), memory=draw.choice([0, 8, 16]))
+        f"host-{n}": PoolHost(
+            cores=draw.randint(1, 6), memory=draw.choice([0, 8, 16]), local=n == seed % 3
+        )
         for n in range(draw.randint(1, 4))
     }
     cores = sum(host.cores for host in hosts.values())
@@ -218,14 +231,19 @@ def hosted_story(seed: int) -> dict[str, int]:
             priority=draw.choice([0, 0, 0, 5]),
             submitted=at,
             memory=draw.choice([0, 0, 2, 4]),
+            local=(seed + number) % 4 == 0,
         )
         room = (
             min(h.cores, h.memory // job.memory) if h.memory and job.memory else h.cores
             for h in hosts.values()
+            if h.local or not job.local
         )
         if sum(room) < least:
             continue
-        world.jobs[job.id], world.runs[job.id] = job, HostedRun(draw.uniform(1, 60))
+        world.jobs[job.id], world.runs[job.id] = (
+            job,
+            HostedRun(draw.uniform(1, 60), local=job.local),
+        )
         waiting.append((at, JobSubmitted(job)))
     for _ in range(draw.randint(0, 2)):
         at, name = draw.uniform(0, 60), draw.choice([*hosts])

@@ -142,6 +142,7 @@ def _seen(state: PoolState, job: PoolJob, event: RunSeen, now: float) -> PoolJob
         head_s = event.first - job.began
     if state.hosts:
         job = without(state, job, event.lost, event.begun, now)
+        job = replace(job, seen_here=event.workers) if job.local else job
     elif job.status == RUNNING:
         job = replace(job, held=max(job.target, event.workers))
     job = replace(job, paces=paces)
@@ -176,7 +177,9 @@ def _ended(job: PoolJob, event: ClientEnded, now: float) -> PoolJob:
     workers, left_s = job.target, left_of(job, now)
     paces = with_pace(job.paces, *event.pace) if event.pace is not None else job.paces
     job = replace(job, target=0, held=0, step=max(job.step, event.step), in_vain=in_vain)
-    job = replace(job, places={}, told={})  # its processes that have not ended are seen on hosts
+    job = replace(
+        job, places={}, told={}, seen_here=0
+    )  # its processes that have not ended are seen on hosts
     outcome = event.outcome
     if not outcome and job.cancelled:
         outcome = "cancelled"

@@ -42,9 +42,11 @@ from instep.pool.requests import ask
 from instep.pool.submit import (
     bounds_of,
     check_key,
+    check_machine,
     check_memory,
     check_share,
     chosen_every,
+    is_for_one_machine,
     like_of,
     loaded,
 )
@@ -80,15 +82,13 @@ def submit_flow(
     jobs = _jobs(path, spec)
     _check_metrics(path, spec, jobs)
     if pool.spec.hosts and len(jobs) < len(spec.job):
-        raise SpecError(
-            f"{path}: this pool has hosts, and commands are not run there. Submit the flow to a "
-            "pool without hosts."
-        )
+        check_machine(pool, "a command", where=str(path))
     for each, job in jobs.items():  # refused ones take no name
         asked = spec.job[each]
         where = f"{path}: [job.{each}]"
         least, _ = bounds_of(pool, job, asked.at_least, asked.at_most, asked.share or share, where)
-        check_memory(pool, least, memory_of(asked), f"{where} memory")
+        local = is_for_one_machine(job)
+        check_memory(pool, least, memory_of(asked), f"{where} memory", local=local)
     name, new = _claimed(pool, spec, path, key)
     wanted = [
         _pool_job(pool, path, spec, jobs, name, each, priority=priority, share=share)
@@ -209,12 +209,14 @@ def _pool_job(
         words = [_with_runs(pool, word, flow, jobs) for word in each.command]
         like = "\0".join((str(path.parent.resolve()), *each.command))
         more = {"command": tuple(words), "folder": str(path.parent.resolve()), "kind": COMMAND}
+        more |= {"local": True}
         more |= {"like": hashlib.sha256(like.encode()).hexdigest()[:16]}
     else:
         unit = jobs[name].mesh.ranks
         least, most = bounds_of(pool, jobs[name], each.at_least, each.at_most, share, where)
         more = {"saves": chosen_every(path.parent / each.file, each.set)}
         more |= {"like": like_of(jobs[name]), "memory": memory_of(each)}
+        more |= {"local": is_for_one_machine(jobs[name])}
     return PoolJob(
         id=f"{flow}-{name}",
         share=share,

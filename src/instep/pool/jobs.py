@@ -106,6 +106,11 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     """Those that its run has been told of last, and may start."""
     reach: int = 0
     """Its run knows the first so many hosts."""
+    local: bool = False
+    """Whether all its processes are on the scheduler's machine: those of a search, a mesh, a
+    command."""
+    seen_here: int = 0
+    """Processes of a local job that have not ended, on a pool with hosts."""
     cancelled: bool = False
     fixed: bool = False
     """Whether its run refuses to be resized."""
@@ -153,6 +158,8 @@ class PoolHost(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
     memory: int = 0
     """Bytes; 0: nobody counts them."""
+    local: bool = False
+    """Whether it is the machine of the scheduler."""
     drained: bool = False
     """Whether nothing is to run there."""
     away: float | None = None

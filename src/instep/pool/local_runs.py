@@ -73,9 +73,10 @@ class LocalRuns:
             pace.update(events.workers)
             left = pace.left_s(events.steps)
             lost = tuple(name for n, name in enumerate(self._hosts) if n not in events.hosts)
+            lost = () if job.local else lost
             seen = JobSight(True, events.workers, pace.step, events.steps, left)
             seen = seen._replace(pace=pace.pace, first=pace.first)
-            return seen._replace(lost=lost, begun=events.begun)
+            return seen._replace(lost=lost, begun=events.begun or job.local)
         del self._events[job.id], self._paces[job.id]
         if not (run / "job.toml").is_file():
             return JobSight(False, why=self._last_words(job))
@@ -124,7 +125,7 @@ class LocalRuns:
         with suppress(OSError):  # it is tried again
             if job.kind == SEARCH:
                 words = self._searches.words(job)
-            if job.places:
+            if job.places and not job.local:
                 gate_file(self._jobs, job.id).unlink(missing_ok=True)  # that of its last client
                 self._placed(job).write(placed_file(self._jobs, job.id))
                 words += self._on_hosts(job)
@@ -141,7 +142,7 @@ class LocalRuns:
             return LATER
         try:
             places = None
-            if job.places:  # written first: another master reads it
+            if job.places and not job.local:  # written first: another master reads it
                 placed = self._placed(job)
                 placed.write(placed_file(self._jobs, job.id))
                 places = placed.workers[: job.reach]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from instep.pool.flows import verdict
+from instep.pool.hosts.free_places import local_cores
 from instep.pool.jobs import COMMAND, RUN, RUNNING, WAITING, PoolJob, PoolState
 from instep.pool.paces.curve import Paces, StepCurve, curve_of, left_of
 from instep.pool.paces.doubts import believed, is_slow
@@ -84,6 +85,7 @@ class _WorkersDealt:
         rigid: Collection[str] = (),
     ) -> None:
         self._state, self._now, self.free = state, now, state.cores
+        self._local = local_cores(state)  # for those that have no other place
         self._rigid = rigid  # jobs that keep the workers that they have
         self._paces: dict[str, Paces] = {}
         self.found = dict.fromkeys((job.id for job in jobs), 0)
@@ -115,10 +117,15 @@ class _WorkersDealt:
         self.found[job.id] += more
         self.totals[job.share] += more
         self.free -= more
+        if job.local:
+            self._local -= more
+
+    def _free_for(self, job: PoolJob) -> int:
+        return min(self.free, self._local) if job.local else self.free
 
     def _admit(self, job: PoolJob) -> None:
         least, total = _least_of(job), self.totals[job.share]
-        if why := _refusal(self._state, job, least, total, self.free):
+        if why := _refusal(self._state, job, least, total, self._free_for(job)):
             self.reasons[job.id] = why
             return
         self._give(job, least)
@@ -131,8 +138,8 @@ class _WorkersDealt:
         return self._paces[job.id]
 
     def _grow(self, job: PoolJob) -> None:
-        found, paces = self.found[job.id], self._paces_of(job)
-        if _may_grow(self._state, job, paces, found, self.totals[job.share], self.free):
+        found, paces, free = self.found[job.id], self._paces_of(job), self._free_for(job)
+        if _may_grow(self._state, job, paces, found, self.totals[job.share], free):
             self._give(job, job.unit)
             self._push(job)
 
@@ -195,6 +202,8 @@ def _queues(jobs: Iterable[PoolJob], now: float) -> dict[str, list[PoolJob]]:
 def _refusal(state: PoolState, job: PoolJob, least: int, total: int, free: int) -> str:
     """Why a job cannot run now; empty if it can."""
     limit = state.limits.get(job.share)
+    if state.hosts and job.local and least > (here := local_cores(state)):
+        return f"it runs on the scheduler's machine, which gives {here} cores now"
     if state.hosts and least > state.cores:
         return f"it needs {least} workers at least, and the hosts in reach have {state.cores} cores"
     if least > state.cores or (limit is not None and least > limit):

@@ -110,7 +110,17 @@ def _is_command(text: str) -> bool:
 
 
 def _host(spec: HostSpec) -> PoolHost:
-    return PoolHost(cores=spec.cores, memory=bytes_in(spec.memory) if spec.memory else 0)
+    memory = bytes_in(spec.memory) if spec.memory else 0
+    return PoolHost(cores=spec.cores, memory=memory, local=is_local(spec))
+
+
+def is_local(spec: HostSpec) -> bool:
+    """Whether a host is the machine of the scheduler: its `start` is `env`, with variables at most.
+
+    That runs another command where it is run itself.
+    """
+    words = shlex.split(spec.start) if _is_command(spec.start) else []
+    return words[:1] == ["env"] and all("=" in word for word in words[1:])
 
 
 class PoolFolder:

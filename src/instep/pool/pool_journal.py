@@ -81,7 +81,7 @@ class PoolJournal:
         for name in hosts.keys() & known.hosts.keys():
             now = hosts[name]  # how large it is, the pool's file says
             hosts[name] = msgspec.structs.replace(
-                known.hosts[name], cores=now.cores, memory=now.memory
+                known.hosts[name], cores=now.cores, memory=now.memory, local=now.local
             )
         return msgspec.structs.replace(state, jobs=jobs, hosts=hosts, used=known.used, at=known.at)
 

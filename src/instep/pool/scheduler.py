@@ -142,6 +142,8 @@ class PoolScheduler:
         if self.state.hosts:  # they say what they have
             if without(self.state, job, sight.lost, sight.begun, now) is not job:
                 return True
+            if job.local and job.seen_here != sight.workers:
+                return True
         elif job.status == RUNNING and job.held != max(job.target, sight.workers):
             return True
         if (sight.steps and not job.steps) or (sight.first and not job.step and sight.step):

@@ -17,6 +17,7 @@ from instep.errors import RunError, SpecError, near_miss
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import PRIVATE, create_plain
+from instep.pool.hosts.free_places import local_cores
 from instep.pool.hosts.placement import refusal
 from instep.pool.jobs import RUN, SEARCH, CancelAsked, JobSubmitted, PoolJob
 from instep.pool.pool_file import PoolFolder
@@ -82,7 +83,7 @@ def submit(
     check_share("--share", share)
     least, most = bounds_of(pool, job, at_least, at_most, share)
     check_key(key)
-    check_memory(pool, least, memory)
+    check_memory(pool, least, memory, local=is_for_one_machine(job))
     name, new = _written(pool, job, key)
     if new or name not in pool.state().jobs:  # one that was killed in between has left a file
         wanted = PoolJob(
@@ -97,6 +98,7 @@ def submit(
             key=key,
             saves=saves,
             memory=memory,
+            local=is_for_one_machine(job),
             like=like_of(job),
         )
         ask(pool.folder, JobSubmitted(wanted))
@@ -148,7 +150,9 @@ def check_share(where: str, share: str) -> None:
         )
 
 
-def check_memory(pool: PoolFolder, least: int, memory: int, where: str = "--memory") -> None:
+def check_memory(
+    pool: PoolFolder, least: int, memory: int, where: str = "--memory", *, local: bool = False
+) -> None:
     """Refuse a job whose workers can never have their memory, not even if it were alone.
 
     Args:
@@ -156,11 +160,12 @@ def check_memory(pool: PoolFolder, least: int, memory: int, where: str = "--memo
         least: workers without which it does not run.
         memory: bytes of each.
         where: that is asked for.
+        local: whether it runs on the scheduler's machine alone.
 
     Raises:
         SpecError: it says how many could.
     """
-    job = PoolJob(id="", share="", at_least=least, at_most=least, memory=memory)
+    job = PoolJob(id="", share="", at_least=least, at_most=least, memory=memory, local=local)
     if memory and not pool.spec.hosts:
         raise SpecError(f"{where}: this pool has no hosts, and counts cores alone. Leave it out.")
     if memory and (why := refusal(pool.empty, job)):
@@ -188,15 +193,14 @@ def bounds_of(
         SpecError: it can never have them.
     """
     unit, cores, trials = job.mesh.ranks, pool.empty.cores, 1
-    if pool.spec.hosts and (unit > 1 or job.search.space):
-        what = f"a mesh of {unit} ranks" if unit > 1 else "a search"
-        raise SpecError(
-            f"this pool has hosts, and {what} runs on one machine there. Submit it to a pool "
-            "without hosts."
-        )
     if job.search.space:
         trials = min(job.search.count, job.search.width)
     usable = trials * job.most_workers
+    if is_for_one_machine(job) and pool.spec.hosts:
+        what = f"a mesh of {unit} ranks" if unit > 1 else "a search"
+        cores = check_machine(pool, what, unit)
+        at_most = None if at_most is None else max(unit, min(at_most, cores // unit * unit))
+        usable = min(usable, cores // unit * unit)
     least = at_least if at_least is not None else unit
     most = at_most if at_most is not None else usable
     names = [f"{where} at_{each} =" if where else f"--at-{each}" for each in ("least", "most")]
@@ -215,6 +219,37 @@ def bounds_of(
             "fewer, or start the pool with more."
         )
     return least, most
+
+
+def is_for_one_machine(job: JobSpec) -> bool:
+    """Whether a pool runs all processes of a job on its scheduler's machine."""
+    return bool(job.search.space) or job.mesh.ranks > 1
+
+
+def check_machine(pool: PoolFolder, what: str, cores: int = 1, where: str = "") -> int:
+    """Refuse a job of one machine where that is no host of the pool, or too small.
+
+    Args:
+        pool: that has hosts.
+        what: the job is.
+        cores: that it needs.
+        where: it is asked for, in a file.
+
+    Returns:
+        The cores that it can have.
+
+    Raises:
+        SpecError: it says what to do.
+    """
+    found = local_cores(pool.empty)
+    if found < cores:
+        has = f", which gives {found} cores" if found else ""
+        raise SpecError(
+            f"{where}{': ' if where else ''}this pool has hosts, and {what} runs on one machine "
+            f"there, that of the scheduler{has}. Make that a host that is large enough, with start "
+            "= 'env' in its [hosts.NAME], or submit to a pool without hosts."
+        )
+    return found
 
 
 def chosen_every(path: Path, overrides: Collection[str] = ()) -> str:

@@ -13,6 +13,7 @@ from instep.errors import RunError, SpecError
 from instep.job.file import build
 from instep.launch.pooled.launcher import Placed, PoolLauncher
 from instep.pool.decide import decide
+from instep.pool.flow_submit import submit_flow
 from instep.pool.hosts.attending import Attendance
 from instep.pool.hosts.placement import BACK_S, BEGIN_S
 from instep.pool.jobs import (
@@ -30,6 +31,7 @@ from instep.pool.jobs import (
     RunSeen,
     TimePassed,
 )
+from instep.pool.local_runs import LocalRuns
 from instep.pool.pool_file import PoolFolder, pool_of
 from instep.pool.pool_journal import PoolJournal
 from instep.pool.scheduler import REFUSED, JobSight, PoolScheduler
@@ -364,3 +366,77 @@ def test_a_machine_is_a_host_of_the_runs_that_are_wanted_also_after_it_was_kille
         second.turn()
     for process in commands.started:
         process.wait()
+
+
+def with_machine(**cores):
+    """A pool of which the first host is the machine of the scheduler."""
+    state = pool(**cores)
+    first = next(iter(cores))
+    return replace(state, hosts={**state.hosts, first: replace(state.hosts[first], local=True)})
+
+
+def test_what_runs_on_one_machine_has_places_on_that_of_the_scheduler_until_it_has_ended():
+    search = job("search", most=4, kind="search", local=True)
+    state = after(with_machine(here=2, far=4), JobSubmitted(search))
+    assert places(state) == {"search": {"here": 2}}
+    state = after(state, PlacesTold("search", {"here": 2}), JobSubmitted(job("net")), now=5)
+    assert places(state)["net"] == {"far": 4}, "no core is kept for what can use none of it"
+    step = job("step", most=1, kind="command", local=True, command=("true",))
+    state = after(state, RunSeen("search", 2), JobSubmitted(step), now=10)
+    assert places(state) == {"search": {"here": 1}, "net": {"far": 4}, "step": {}}
+    state = after(state, PlacesTold("search", {"here": 1}), RunSeen("search", 2), now=20)
+    assert places(state)["step"] == {}, "a process of the search has not ended"
+    state = after(state, RunSeen("search", 1), now=30)
+    assert places(state) == {"search": {"here": 1}, "net": {"far": 4}, "step": {"here": 1}}
+    state = after(state, HostAway("here"), TimePassed(), now=90)
+    assert places(state)["search"] == {"here": 1}, "its processes need no agent"
+    state = after(state, HostSeen("here", {}), DrainAsked("here"), now=100)
+    assert (state.jobs["search"].status, state.jobs["step"].status) == ("stopping", "running")
+    state = after(state, ClientEnded("search", "", step=3), now=110)
+    assert places(state) == {"search": {}, "net": {"far": 4}, "step": {"here": 1}}
+    said = "".join(explanation(state, state.jobs["search"], 111.0))
+    assert "it runs on the scheduler's machine, which gives 0 cores now" in said
+
+
+def test_a_search_a_mesh_and_a_command_need_the_machine_of_the_scheduler(tmp_path):
+    far = {"far": HostSpec(cores=4, start="ssh far")}
+    (tmp_path / "recipe.py").touch()
+    head = 'recipe = "recipe.py:recipe"\n'
+    search = '[search]\ntrials = 6\nmetric = "loss"\nwidth = 6\n[search.space]\nseed = [1, 2, 3]\n'
+    (tmp_path / "search.toml").write_text(head + search)
+    (tmp_path / "mesh.toml").write_text(f"{head}[mesh]\ntensor = 2\n")
+    (tmp_path / "flow.toml").write_text('[job.echo]\ncommand = ["echo", "hello"]\n')
+    without = PoolFolder(tmp_path / "without")
+    without.make(PoolSpec(listen="h:1", hosts=far))
+    for name, what in (("search", "a search"), ("mesh", "a mesh of 2 ranks")):
+        with pytest.raises(SpecError, match=f"{what} runs on one machine there, that of the sch"):
+            submit(without, tmp_path / f"{name}.toml")
+    with pytest.raises(SpecError, match=r"a command runs on one machine there.*start = 'env'"):
+        submit_flow(without, tmp_path / "flow.toml")
+    found = PoolFolder(tmp_path / "pool")
+    here = HostSpec(cores=3, memory="4GB", start="env A=1")
+    found.make(PoolSpec(listen="h:1", hosts={**far, "here": here}))
+    names = [submit(found, tmp_path / f"{name}.toml", at_most=6)[0] for name in ("search", "mesh")]
+    names += submit_flow(found, tmp_path / "flow.toml").jobs
+    jobs = found.state().jobs
+    assert [(jobs[name].local, jobs[name].at_most) for name in names] == [
+        (True, 3),
+        (True, 2),
+        (True, 1),
+    ]
+    with pytest.raises(SpecError, match="the hosts have room for 0 workers"):
+        submit(found, tmp_path / "search.toml", memory=5_000_000_000)
+    with pytest.raises(SpecError, match=r"a mesh of 4 ranks .* which gives 3 cores"):
+        submit(found, tmp_path / "mesh.toml", ["mesh.tensor=4", "workers=4"])
+
+
+def test_a_run_on_the_machine_of_the_scheduler_is_an_ordinary_one(tmp_path):
+    started = []
+    hands = LocalRuns(
+        tmp_path, tmp_path / "runs", lambda words, *_: started.append(words), ["here", "far"], "h"
+    )
+    wanted = job("net", local=True, unit=2, target=2, places={"here": 2})
+    hands.start(wanted)
+    (words,) = started
+    assert words[-3:] == ["--workers", "2", "--json"]
+    assert not (tmp_path / "net.places").exists()

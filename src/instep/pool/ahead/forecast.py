@@ -181,7 +181,7 @@ def _planned(state: PoolState, ahead: Mapping[str, _Ahead], now: float) -> PoolS
         )
     state = replace(state, jobs=jobs)
     wanted = plan(state, now, explain=False).workers
-    if state.hosts and any(jobs[name].memory for name in ahead):
+    if state.hosts and any(jobs[name].memory or jobs[name].local for name in ahead):
         state = _with_places(state, wanted, now)
         jobs = dict(state.jobs)
         wanted = {name: jobs[name].target for name in ahead}

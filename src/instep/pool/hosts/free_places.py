@@ -25,7 +25,22 @@ def places_taken(state: PoolState) -> Taken:
                 if workers:
                     here = found.setdefault(job_id, {})
                     here[name] = max(here.get(name, 0), workers)
+        if job.seen_here and (machine := local_host(state)):
+            here = found.setdefault(job_id, {})
+            here[machine] = here.get(machine, 0) + max(0, job.seen_here - sum(here.values()))
     return found
+
+
+def local_host(state: PoolState) -> str:
+    """The first host that is the machine of the scheduler; empty if none is."""
+    return next((name for name, host in state.hosts.items() if host.local), "")
+
+
+def local_cores(state: PoolState) -> int:
+    """Cores that jobs which run on the scheduler's machine alone can have."""
+    if not state.hosts:
+        return state.cores
+    return sum(host.cores for host in state.hosts.values() if host.local and not host.drained)
 
 
 class FreePlaces:
@@ -63,7 +78,7 @@ class FreePlaces:
         free = {
             name: self._room(name, job)
             for name in self._names[: job.reach]
-            if not self.hosts[name].drained and self.hosts[name].away is None
+            if self._gives(name, job)
         }
         found: dict[str, int] = {}
         while workers > 0 and (left := {n: w for n, w in free.items() if w > 0 and n not in found}):
@@ -100,11 +115,15 @@ class FreePlaces:
         known = self._rest.get(name, rest)
         self._rest[name] = min(known[0], rest[0]), min(known[1], rest[1])
 
+    def _gives(self, name: str, job: PoolJob) -> bool:
+        host = self.hosts[name]
+        return not host.drained and host.away is None and (host.local or not job.local)
+
     def _room(self, name: str, job: PoolJob) -> int:
         room = room_of(self.hosts[name], self._cores[name], self._memory[name], job)
-        if name not in self._rest:
-            return room
-        return min(room, room_of(self.hosts[name], *self._rest[name], job))
+        if name in self._rest:
+            room = min(room, room_of(self.hosts[name], *self._rest[name], job))
+        return room // job.unit * job.unit
 
     def _use(self, name: str, workers: int, memory: int) -> None:
         if name in self._cores:

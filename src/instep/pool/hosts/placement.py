@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from instep.pool.hosts.free_places import FreePlaces, places_taken, room_of
 from instep.pool.hosts.keeping import MOST_KEPT, KeptPlaces, kept_for
 from instep.pool.jobs import (
+    COMMAND,
     RUNNING,
     STOPPING,
     WAITING,
@@ -83,7 +84,7 @@ def without(
         begun: whether its workers have begun to train.
         now: Unix seconds.
     """
-    if job.status != RUNNING or not job.places:
+    if job.status != RUNNING or not job.places or job.local:
         return job
     gone = {name for name in lost if is_gone(state, name, now)}
     left = {name: workers for name, workers in job.places.items() if name not in gone}
@@ -126,7 +127,8 @@ def with_hosts(state: PoolState, now: float) -> PoolState:
 
 
 def _cores(state: PoolState, now: float) -> int:
-    """Places that can be had, with those that jobs have on hosts which are out of reach."""
+    """Places that can be had, with those that jobs have on hosts which are out of reach, and
+    commands on hosts that drain."""
     cores = sum(
         host.cores
         for name, host in state.hosts.items()
@@ -134,7 +136,9 @@ def _cores(state: PoolState, now: float) -> int:
     )
     gone = {n for n, host in state.hosts.items() if not host.drained and is_gone(state, n, now)}
     kept = sum(job.places.get(n, 0) for job in state.jobs.values() if job.places for n in gone)
-    return cores + kept
+    stay = {n for n, host in state.hosts.items() if host.drained}
+    commands = (job for job in state.jobs.values() if job.kind == COMMAND and job.places)
+    return cores + kept + sum(job.places.get(n, 0) for job in commands for n in stay)
 
 
 def placed(state: PoolState, wanted: Mapping[str, int], now: float) -> PoolState:
@@ -201,7 +205,11 @@ def _keep(
 
 def refusal(state: PoolState, job: PoolJob) -> str:
     """Why a job can never have its places on these hosts, all of them free; empty if it can."""
-    most = sum(room_of(host, host.cores, host.memory, job) for host in state.hosts.values())
+    most = sum(
+        room_of(host, host.cores, host.memory, job)
+        for host in state.hosts.values()
+        if host.local or not job.local
+    )
     if most >= job.at_least:
         return ""
     return (
@@ -221,7 +229,8 @@ def room_refusal(state: PoolState, job: PoolJob) -> str:
 def _giving(state: PoolState, job: PoolJob, workers: int, now: float) -> PoolJob:
     """A job that runs, with no more places than it is to have."""
     drained = [name for name in job.places if _is_drained(state, name)]
-    if not workers or (job.fixed and drained):  # it begins again elsewhere
+    begins_again = job.fixed or (job.local and job.kind != COMMAND)
+    if not workers or (drained and begins_again):  # elsewhere, or here later
         return replace(job, status=STOPPING, target=0, places={}, changed=now)
     if workers >= job.target:
         return job
