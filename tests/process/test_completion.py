@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from instep.cli import COMMANDS
+from instep.cli import COMMANDS, GROUPS
 from instep.cli.completion import script
 from instep.cli.parsing import make_parser
 from instep.system.processes import wait_readable
@@ -30,7 +30,7 @@ READ = {
 def shell(request, tmp_path):
     if shutil.which(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
-    (tmp_path / "instep.sh").write_text(script(request.param, make_parser(COMMANDS)))
+    (tmp_path / "instep.sh").write_text(script(request.param, make_parser(GROUPS)))
     (tmp_path / "runs" / "net").mkdir(parents=True)
     (tmp_path / "job.toml").touch()
     typed = Terminal(request.param, tmp_path)
@@ -101,7 +101,7 @@ def test_where_several_fit_all_are_shown(shell):
 
 
 def test_every_command_and_option_is_in_both_scripts():
-    parser = make_parser(COMMANDS)
+    parser = make_parser(GROUPS)
     for text in (script("bash", parser), script("zsh", parser)):
         assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", text)] == []
         for option in ("--check-determinism", "--token-file", "--partitions", "--living"):

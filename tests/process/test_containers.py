@@ -14,7 +14,7 @@ import pytest
 import yaml
 from started import EXECUTE, Start
 
-from instep.cli import COMMANDS
+from instep.cli import GROUPS
 from instep.cli.parsing import make_parser
 from instep.lab import netlab
 from instep.store.run_folder import RunFolder
@@ -78,7 +78,7 @@ def test_the_compose_file_is_one_by_its_specification() -> None:
     made = tool("compose_spec").PyCompose.from_json(json.dumps(compose()))
     assert made.service_names() == ["run", "host0", "host1", "host2"]
     for each in compose()["services"].values():
-        make_parser(COMMANDS).parse_args(each["command"])
+        make_parser(GROUPS).parse_args(each["command"])
         for volume in each["volumes"]:
             place = volume.split(":")[0]
             assert place in compose()["volumes"] or (CONTAINERS / place).exists(), place
@@ -95,7 +95,7 @@ def test_the_manifest_has_kuberays_fields_and_its_pods_are_pods() -> None:
     assert set(workers) == WORKER_GROUP
     program, *words = shlex.split(job["spec"]["entrypoint"])
     assert program == "instep"
-    make_parser(COMMANDS).parse_args(words)
+    make_parser(GROUPS).parse_args(words)
     validator = tool("kubernetes_validate")
     version = validator.latest_version()
     validator.validate(claim, version, strict=True)

@@ -11,7 +11,7 @@ from made_up_runs import make_run
 
 
 def answer(monkeypatch, command):
-    monkeypatch.setitem(cli.COMMANDS, "report", cli.COMMANDS["report"]._replace(call=command))
+    monkeypatch.setitem(cli.GROUPS["look"], "report", cli.COMMANDS["report"]._replace(call=command))
     return cli.main(["report", "runs/x"])
 
 
@@ -69,8 +69,17 @@ def test_a_wrong_word_is_answered_with_those_of_its_own_command(capsys, words, s
     assert said in capsys.readouterr().err
 
 
+def test_the_help_has_each_command_below_the_heading_of_its_group():
+    text = make_parser(cli.GROUPS).format_help()
+    places = [text.index(f"\n  {heading}:\n") for heading in cli.GROUPS]
+    assert places == sorted(places)
+    ends = [*places[1:], len(text)]
+    for group, at, end in zip(cli.GROUPS.values(), places, ends, strict=True):
+        assert all(f"\n    {name}" in text[at:end] for name in group)
+
+
 def test_the_help_of_every_command_begins_with_an_example_that_the_command_takes(capsys):
-    parser = make_parser(cli.COMMANDS)
+    parser = make_parser(cli.GROUPS)
     every = [parser, *commands_of(parser).values()]
     every += [inner for each in every[1:] for inner in commands_of(each).values()]
     for each in every:

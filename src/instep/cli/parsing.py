@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -64,11 +65,25 @@ class Command(NamedTuple):
     """Words after `instep`, with which the help begins."""
 
 
-def make_parser(commands: Mapping[str, Command]) -> Parser:
-    """One that knows these commands."""
+class _Grouped(argparse.HelpFormatter):
+    """Writes the heading of a group of commands above the first of them."""
+
+    def __init__(self, *args: Any, headings: Mapping[str, str], **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._headings = headings
+
+    def _format_action(self, action: argparse.Action) -> str:
+        heading = self._headings.get(action.dest)
+        return f"\n  {heading}:\n" * bool(heading) + super()._format_action(action)
+
+
+def make_parser(groups: Mapping[str, Mapping[str, Command]]) -> Parser:
+    """One that knows these commands, which its help has by their groups."""
+    first = {next(iter(group)): heading for heading, group in groups.items()}
     parser = Parser(
         prog="instep",
         allow_abbrev=False,
+        formatter_class=partial(_Grouped, headings=first),
         description="Train any PyTorch model across whatever machines there are, "
         "with the result of one machine.",
         epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
@@ -78,7 +93,7 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     parser.example = "run job.toml --workers 4"
     every = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, command in commands.items():
+    for name, command in (each for group in groups.values() for each in group.items()):
         text = command.call.__doc__
         own: Parser = every.add_parser(name, help=text, description=text, allow_abbrev=False)
         text = "print one JSON object as the last line of standard output"
@@ -89,13 +104,13 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
     return parser
 
 
-def parsed(argv: Sequence[str], commands: Mapping[str, Command]) -> argparse.Namespace:
+def parsed(argv: Sequence[str], groups: Mapping[str, Mapping[str, Command]]) -> argparse.Namespace:
     """The arguments of a command line; those after `--` of a script as `argv`."""
     passed: list[str] = []
     if argv[:1] in (["run"], ["check"], ["plan"]) and "--" in argv:  # what follows is the script's
         at = argv.index("--")
         argv, passed = argv[:at], [*argv[at + 1 :]]
-    parser = make_parser(commands)
+    parser = make_parser(groups)
     _check_options(argv, parser)
     args, unknown = parser.parse_known_args(argv)
     if unknown:

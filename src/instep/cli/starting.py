@@ -54,10 +54,10 @@ def init_options(parser: Parser) -> None:
 
 def completion(args: argparse.Namespace) -> int:
     """Print a script that has bash or zsh complete commands, options and keys of a job."""
-    from instep.cli import COMMANDS
+    from instep.cli import GROUPS
     from instep.cli.completion import script
 
-    text = script(args.shell, make_parser(COMMANDS))
+    text = script(args.shell, make_parser(GROUPS))
     print(json.dumps({"script": text}) if args.json else text, end="")
     return 0
 
