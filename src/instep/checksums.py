@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from itertools import starmap
 from typing import Any
 
+import msgspec
 import numpy as np
 
 FIELD = "crc32"
@@ -24,6 +25,7 @@ CHECKSUM = np.dtype("<u4")
 """Of one record."""
 
 _END = re.compile(rb', "%s": "([0-9a-f]{8})"}' % FIELD.encode())
+_DECODE = msgspec.json.Decoder().decode
 _END_BYTES = len(f', "{FIELD}": "01234567"}}')
 
 
@@ -44,14 +46,22 @@ def table_of(line: bytes) -> Any:
         WrongChecksum: it has one, and it is another.
         ValueError: the line is not JSON.
     """
+    return _read(line)[0]
+
+
+def _read(line: bytes) -> tuple[Any, bool]:
+    """The value of a line, and whether it has a checksum."""
     line = line.rstrip(b"\r\n")
     end = _END.fullmatch(line[-_END_BYTES:])
     if end and int(end[1], 16) != zlib.crc32(line[:-_END_BYTES]):
         raise WrongChecksum("it does not match its checksum")
-    table = json.loads(line.decode())
+    try:
+        table = _DECODE(line)
+    except (ValueError, RecursionError):  # NaN and infinity are read by json alone
+        table = json.loads(line.decode())
     if isinstance(table, dict):
         table.pop(FIELD, None)
-    return table
+    return table, end is not None
 
 
 def tables_of(lines: Iterable[bytes]) -> Iterator[Any]:
@@ -65,8 +75,7 @@ def tables_of(lines: Iterable[bytes]) -> Iterator[Any]:
     for line in lines:
         if not line.endswith(b"\n"):
             return
-        table = table_of(line)
-        has_one = bool(_END.fullmatch(line.rstrip(b"\r\n")[-_END_BYTES:]))
+        table, has_one = _read(line)
         if summed and not has_one:
             raise WrongChecksum("it has no checksum, and a line before it has one")
         summed |= has_one

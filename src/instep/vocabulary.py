@@ -207,8 +207,7 @@ def wrong_in(event: Any) -> str:
         kind = kinds.get(field)
         if kind is None or value is None:
             continue
-        number: Any = value if field in _COUNTS else 0
-        if not isinstance(value, kind) or not -_FAR < number < _FAR:
+        if not isinstance(value, kind) or (field in _COUNTS and not -_FAR < value < _FAR):
             return f"{field} is {repr(value)[:80]}, which is {_WORDS[kind]}"
     for part, value in (event.get("phases") or {}).items() if name == "worker_ready" else ():
         if not isinstance(value, int | float) or not abs(value) < _FAR:

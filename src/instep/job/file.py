@@ -302,7 +302,8 @@ def _check_text(value: Any, source: str) -> None:
         _check_text([*value.keys(), *value.values()], source)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            _check_text(inner, source)
+            if not (isinstance(inner, str) and inner.isascii()):  # most are, and calls cost
+                _check_text(inner, source)
     elif isinstance(value, str) and not value.isascii():
         try:
             value.encode()
