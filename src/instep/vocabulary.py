@@ -207,7 +207,8 @@ def wrong_in(event: Any) -> str:
         kind = kinds.get(field)
         if kind is None or value is None:
             continue
-        if not isinstance(value, kind) or (field in _COUNTS and not -_FAR < value < _FAR):
+        number: Any = value
+        if not isinstance(value, kind) or (field in _COUNTS and not -_FAR < number < _FAR):
             return f"{field} is {repr(value)[:80]}, which is {_WORDS[kind]}"
     for part, value in (event.get("phases") or {}).items() if name == "worker_ready" else ():
         if not isinstance(value, int | float) or not abs(value) < _FAR:

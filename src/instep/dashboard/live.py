@@ -23,8 +23,8 @@ from instep.errors import RunError, SpecError
 from instep.events import LEDGER, LEDGER_START, STEPS
 from instep.growing_file import Rewritten, Tail, size_of
 from instep.job.file import build
-from instep.report.figures.progress import Progress
-from instep.report.terminal.status import in_beats, status_table
+from instep.report.figures.progress import Progress, Row
+from instep.report.terminal.status import EVERY, in_beats, status_table
 from instep.store.run_files import (
     Event,
     Floats,
@@ -131,6 +131,8 @@ class LiveRun:
         self.steps, self.ledger = StepsSoFar(), LedgerSoFar(self.spec, check=self._figures)
         self.times = LiveTimes()
         self._now = self._clock()
+        self.workers: list[Row] = []
+        """A row for each, as of the last `status`."""
         self.is_behind = False
         """Whether there is more of the ledger than was read."""
         if self._figures:
@@ -338,7 +340,9 @@ class LiveRun:
         progress = self.progress
         progress.over = state != "running"
         self._now = self._clock() if state == "running" else self.times.end
-        return status_table(progress, self.path, state, self.last_step)
+        known = progress.rows(EVERY)
+        self.workers = known[0]
+        return status_table(progress, self.path, state, self.last_step, known)
 
     def named(self, name: str) -> list[Event]:
         """Events of one name that count, oldest first."""

@@ -187,7 +187,9 @@ def _audit_words(audit: Mapping[str, Any]) -> str:
 
 
 def _live_workers(run: LiveRun) -> list[dict[str, Any]]:
-    rows, _ = run.progress.rows(_MOST_WORKERS)
+    rows = run.workers
+    if len(rows) > _MOST_WORKERS:
+        rows, _ = run.progress.rows(_MOST_WORKERS)
     found = []
     for row in rows:
         parts = run.steps.parts.get(int(row.name)) if row.name.isdigit() else None

@@ -30,8 +30,8 @@ LOOK_S, HEARTBEAT_S, REPEAT_S = 0.5, 15.0, 5.0
 time is shown anew though nothing has come."""
 
 COSTS, MOST_LOOK_S = 70.0, 0.75
-"""Looks are so many times what one of them costs apart, so that the processor is left to those who
-train, but at most so many seconds."""
+"""Looks are so many times apart what the server needed of the processor since the last one, so that
+it is left to those who train, but at most so many seconds."""
 
 SETTLED_BYTES = 1 << 24
 """Larger records of a run that has ended are folded as those of a running one."""
@@ -192,7 +192,7 @@ class Feed:
         self._encoded: dict[str, bytes] = {}
         self._charts: list[Chart] = []
         self._last: Sight | None = None
-        self._failed, self._cost_s = False, 0.0
+        self._failed = False
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.pages = 0
@@ -221,25 +221,24 @@ class Feed:
             self.pages -= 1
 
     async def _follow(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, used = asyncio.get_running_loop(), time.process_time()
         while self.pages:
             begun = loop.time()
             seen = await loop.run_in_executor(self._executor, self._look)
             if seen is not None:
                 self.show(seen)
-            pause_s = max(self._look_s, min(COSTS * self._cost_s, MOST_LOOK_S))
+            before, used = used, time.process_time()  # what is sent after a look is in the next
+            pause_s = max(self._look_s, min(COSTS * (used - before), MOST_LOOK_S))
             await asyncio.sleep(max(pause_s - (loop.time() - begun), self._look_s / 4))
 
     def _look(self) -> Sight | None:
         """Look at the source; after an error, what was there before is new too."""
-        failed, begun = self._failed, time.thread_time()
+        failed = self._failed
         try:
             seen = self._source.look()
         except Exception as error:  # a folder may hold anything, and others go on
             self._failed = True
             return Sight({"error": {"text": why_unread(error)}}, [])
-        finally:
-            self._cost_s = time.thread_time() - begun
         self._last, self._failed = seen or self._last, False
         return self._last if failed else seen
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep.errors import RunError
-from instep.report.figures.progress import MEMORY_S, Progress
+from instep.report.figures.progress import MEMORY_S, Progress, Row
 from instep.report.figures.summary import finite
 from instep.report.terminal.choice import BestValidation, RunChoice
 from instep.report.terminal.screen import screen
@@ -64,9 +64,23 @@ class Status:
         return status_table(self.progress, self.folder.path, self.state, self.folder.last_step)
 
 
-def status_table(progress: Progress, path: Path, state: str, step: int) -> dict[str, Any]:
-    """Figures of a run in a state, up to its last committed step; what is not known is None."""
-    rows, whole = progress.rows(1 << 20)
+EVERY = 1 << 20
+"""More rows than there are workers."""
+
+
+def status_table(
+    progress: Progress,
+    path: Path,
+    state: str,
+    step: int,
+    known: tuple[list[Row], Row] | None = None,
+) -> dict[str, Any]:
+    """Figures of a run in a state, up to its last committed step; what is not known is None.
+
+    Args:
+        known: the rows of all workers, where they have been made before.
+    """
+    rows, whole = known or progress.rows(EVERY)
     table: dict[str, Any] = finite(
         {
             "run": str(path),
