@@ -20,15 +20,13 @@ from instep.plain_file import read_plain
 from instep.pool.commands.running import ending_of
 from instep.pool.flow_file import METRICS, OF_A_RUN
 from instep.pool.jobs import COMMAND, SEARCH, PoolJob
+from instep.pool.pool_file import CERTIFICATES
 from instep.pool.run_events import RunEvents, RunPace
 from instep.pool.scheduler import LATER, REFUSED, SCALED, JobSight
 from instep.pool.searches import PooledSearches
 from instep.store.run_folder import RunFolder
 
 Start = Callable[[Sequence[str], Path, Path], object]
-
-CERTIFICATES = "certificates"
-"""The folder of the certificates of hosts, in that of the pool."""
 
 
 class LocalRuns:

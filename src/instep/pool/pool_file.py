@@ -22,13 +22,15 @@ from instep.pool.jobs import (
     PoolSpec,
     PoolState,
 )
-from instep.pool.local_runs import CERTIFICATES
 from instep.pool.pool_journal import PoolJournal
 from instep.pool.requests import pending
 from instep.units import bytes_in, host_and_port
 from instep.words import listed
 
 SPEC = "pool.json"
+
+CERTIFICATES = "certificates"
+"""The folder of the certificates of hosts, in that of a pool."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,80}")
 

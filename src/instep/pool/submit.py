@@ -22,7 +22,6 @@ from instep.pool.hosts.placement import refusal
 from instep.pool.jobs import RUN, SEARCH, CancelAsked, JobSubmitted, PoolJob
 from instep.pool.pool_file import PoolFolder
 from instep.pool.requests import ask
-from instep.search.plan import base_of, check_space
 from instep.store.folder import numbered
 from instep.units import readable_bytes
 
@@ -76,6 +75,8 @@ def submit(
     job, saves = loaded(path, overrides), chosen_every(path, overrides)
     kind = SEARCH if job.search.space else RUN
     if kind == SEARCH:
+        from instep.search.plan import base_of, check_space  # with all of numpy
+
         job = settled(base_of(path, overrides))
         check_space(job)
     check_job(job)

@@ -168,3 +168,14 @@ def test_a_run_that_diverged_has_failed_in_a_pool(tmp_path, pool):
 def test_cancelling_says_what_becomes_of_the_job(kind, status, says):
     job = PoolJob(id="a", share="a", at_least=1, at_most=1, kind=kind, status=status)
     assert says in how_it_ends(job)
+
+
+def test_what_gives_a_job_to_a_pool_loads_neither_numpy_nor_torch(tmp_path, pool):
+    code = (
+        "import sys; from instep.cli import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'numpy', 'torch'} & sys.modules.keys()"
+    )
+    for words in (["submit", str(tmp_path / "job.toml")], ["list"]):
+        command = [sys.executable, "-c", code, *words, "--pool", str(pool.folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

@@ -57,6 +57,8 @@ class FreePlaces:
     ) -> None:
         self.hosts, self.taken = hosts, {job: dict(places) for job, places in taken.items()}
         self._names = [*hosts]
+        self._open = {n for n, host in hosts.items() if not host.drained and host.away is None}
+        self._most: dict[tuple[int, int, bool], int] = {}  # workers of a kind, where they are few
         self._cores = {name: host.cores for name, host in hosts.items()}
         self._memory = {name: host.memory for name, host in hosts.items()}
         self._rest: dict[str, tuple[int, int]] = {}  # cores and memory that nobody waits for
@@ -78,7 +80,7 @@ class FreePlaces:
         free = {
             name: self._room(name, job)
             for name in self._names[: job.reach]
-            if self._gives(name, job)
+            if name in self._open and (self.hosts[name].local or not job.local)
         }
         found: dict[str, int] = {}
         while workers > 0 and (left := {n: w for n, w in free.items() if w > 0 and n not in found}):
@@ -96,8 +98,18 @@ class FreePlaces:
 
     def find_all(self, job: PoolJob) -> dict[str, int]:
         """Places for all workers without which a job does not start; none if they are too few."""
-        found = self.find(_anywhere(job, self._names), job.at_least)
-        return found if sum(found.values()) >= job.at_least else {}
+        return self.find_start(job, job.at_least)
+
+    def find_start(self, job: PoolJob, workers: int) -> dict[str, int]:
+        """Places for a job that begins with so many workers, or with its least; else none."""
+        kind = job.memory, job.unit, job.local
+        if self._most.get(kind, job.at_least) < job.at_least:
+            return {}  # since another one of them was looked for, places were only taken
+        found = self.find(replace(job, reach=len(self._names), places={}), workers)
+        if (most := sum(found.values())) >= job.at_least:
+            return found
+        self._most[kind] = most
+        return {}
 
     def take(self, job: PoolJob, places: Mapping[str, int]) -> None:
         """Take places."""
@@ -114,10 +126,6 @@ class FreePlaces:
         """Give no more on a host than some cores and memory: others wait for what is free."""
         known = self._rest.get(name, rest)
         self._rest[name] = min(known[0], rest[0]), min(known[1], rest[1])
-
-    def _gives(self, name: str, job: PoolJob) -> bool:
-        host = self.hosts[name]
-        return not host.drained and host.away is None and (host.local or not job.local)
 
     def _room(self, name: str, job: PoolJob) -> int:
         room = room_of(self.hosts[name], self._cores[name], self._memory[name], job)
@@ -139,7 +147,3 @@ def room_of(host: PoolHost, cores: int, memory: int, job: PoolJob) -> int:
     if host.memory and job.memory:
         cores = min(cores, memory // job.memory)
     return max(0, cores)
-
-
-def _anywhere(job: PoolJob, names: list[str]) -> PoolJob:
-    return replace(job, reach=len(names), places={})

@@ -77,7 +77,7 @@ def kept_for(
     places = after.find_all(job)
     after.take(job, places)
     ends = [step.job for step in used if not step.now]
-    gives = {} if ends else {s.job: left for s, left in _left_after(intended, used)}
+    gives = {} if ends else _left_after(intended, used)
     waits = [j for j in leaving if any(taken[j].get(n, 0) > intended[j].get(n, 0) for n in places)]
     rest = {name: after.free_on(name) for name in places}
     return KeptPlaces(places, gives, tuple(dict.fromkeys([*ends, *waits])), rest)
@@ -165,17 +165,19 @@ def _room_after(
     has: Taken,
     steps: Iterable[_Step],
 ) -> FreePlaces:
-    left = dict(has)
-    for step, places in _left_after(has, steps):
-        left[step.job] = dict(places)
-    return FreePlaces(hosts, jobs, left)
+    return FreePlaces(hosts, jobs, {**has, **_left_after(has, steps)})
 
 
-def _left_after(has: Taken, steps: Iterable[_Step]) -> Iterator[tuple[_Step, Mapping[str, int]]]:
-    """Each step, and the places that its job has after it."""
+def _left_after(has: Taken, steps: Iterable[_Step]) -> Taken:
+    """The places of each job that gives some up, once all steps are made."""
     left: Taken = {}
     for step in steps:
-        here = left.setdefault(step.job, dict(has[step.job]))
+        if step.places is has[step.job]:
+            left[step.job] = {}
+            continue
+        if step.job not in left:
+            left[step.job] = dict(has[step.job])
+        here = left[step.job]
         for name, workers in step.places.items():
             here[name] = max(0, here.get(name, 0) - workers)
-        yield step, {name: workers for name, workers in here.items() if workers}
+    return {job: {n: w for n, w in places.items() if w} for job, places in left.items()}

@@ -250,8 +250,7 @@ def _starting(room: FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJ
     """A job that waits, with all the places that it needs at least, or none."""
     if workers < job.at_least or room.has_any(job.id):
         return job  # its former processes are about to end
-    places = room.find(replace(job, reach=len(room.hosts)), workers)
-    if sum(places.values()) < job.at_least:
+    if not (places := room.find_start(job, workers)):
         return job
     room.take(job, places)
     began = job.began if job.began is not None else now
