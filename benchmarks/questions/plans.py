@@ -30,7 +30,7 @@ def memory(what: str) -> Ask:
     return ask
 
 
-RUN, AGAIN = "a real run", "plan(-again)?"
+RUN, AGAIN = "a real run", "plan(-again|-quiet)?"
 
 QUESTIONS = (
     Question(
@@ -63,11 +63,28 @@ QUESTIONS = (
         most=2,
         unit=" %",
     ),
+    Question(
+        "median width of the interval, as a share of the step",
+        "plan",
+        AGAIN,
+        of_steps("median_width"),
+        most=25,
+        unit=" %",
+    ),
     Question("whether several workers pay, right", "plan", AGAIN, pays, RUN, least=98, unit=" %"),
+    Question(
+        "break-even factor of steps, within 10 %",
+        "plan",
+        AGAIN,
+        of_steps("break_even_factor_within_10"),
+        "the ratio of real steps",
+        least=100,
+        unit=" %",
+    ),
     Question(
         "mean error of planned memory",
         "plan",
-        "plan-memory(-again)?",
+        "plan-memory(-again|-quiet)?",
         memory("mean_error"),
         "most resident memory of the process",
         most=8,
