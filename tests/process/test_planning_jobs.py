@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from instep.cli import main
+from instep.store.run_folder import RunFolder
 
 RECIPE = """
 import torch
@@ -76,3 +77,19 @@ def test_a_run_plans_its_workers_and_has_the_hash_of_one_that_does_not(
     plain = run("--workers", "1")
     assert plain["planned"] is None
     assert plain["parameters_sha256"] == planned["parameters_sha256"]
+
+
+@pytest.mark.process
+@pytest.mark.tail
+def test_the_workers_of_a_job_file_can_be_left_to_a_plan(tmp_path, monkeypatch, capsys):
+    (tmp_path / "net.py").write_text(RECIPE)
+    few = JOB.replace("micro_batches = 4", "micro_batches = 2")  # so two workers at most
+    (tmp_path / "job.toml").write_text(
+        few.replace('name = "net"', 'name = "net"\nworkers = "auto"')
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "job.toml", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["workers"] == summary["planned"]["workers"]
+    assert summary["workers"] in (1, 2)
+    assert RunFolder(tmp_path / "runs" / "net").spec.workers == summary["workers"]

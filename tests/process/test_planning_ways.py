@@ -44,6 +44,38 @@ with instep.join(train=train) as session:
             optimizer.step()
             optimizer.zero_grad()
 """
+STREAM = """
+import torch
+from net import recipe as plain
+from torch.utils.data import IterableDataset
+import instep
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        for number in range(10_000):
+            yield torch.full((20,), number / 10_000), number % 5
+
+def recipe():
+    whole = plain()
+    return instep.Recipe(
+        model=whole.model, loss=whole.loss, optimizer=whole.optimizer, train=Endless()
+    )
+"""
+BY_LENGTH = """
+import torch
+from net import recipe as plain
+import instep
+
+def recipe():
+    whole = plain()
+    return instep.Recipe(
+        model=whole.model,
+        loss=whole.loss,
+        optimizer=whole.optimizer,
+        train=whole.train,
+        length=[1 + number % 7 for number in range(256)],
+    )
+"""
 JOB = """
 name = "net"
 recipe = "net.py:recipe"
@@ -59,6 +91,9 @@ def there(tmp_path, monkeypatch):
     (tmp_path / "net.py").write_text(RECIPE)
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "train.py").write_text(SCRIPT)
+    for name, text in (("stream", STREAM), ("length", BY_LENGTH)):
+        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"{name}.toml").write_text(JOB.replace("net.py", f"{name}.py"))
     monkeypatch.chdir(tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
     yield tmp_path
@@ -77,6 +112,7 @@ def planned(capsys, *words):
 def test_meshes_are_priced_by_crews_of_their_own(there, capsys):
     table, rows = planned(capsys, "job.toml", "--most", "2", "--meshes")
     for axis in ("shard", "tensor", "stages"):
+        assert f"2 all_reduce, {axis} = 2" in rows, table["refused"]
         row = rows[f"2 all_reduce, {axis} = 2"]
         assert row["measured"], table["refused"]
         assert row["same_result"]
@@ -116,3 +152,29 @@ def test_crews_of_emulated_hosts_take_steps_over_their_links(there, capsys):
     assert row["step_s"] == pytest.approx(pair["whole_s"], rel=0.02)
     assert row["step_s"] > 4 * 2605 / (4e6 / 8)
     assert not any("simulated" in note for note in table["notes"])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_servers_that_lease_are_not_offered_for_a_stream(there, capsys):
+    assert main(["plan", "stream.toml", "--most", "2", "--seconds", "0", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    refused = {each["name"]: each["why"] for each in table["refused"]}
+    (stale,) = [name for name in refused if "bounded_stale" in name]
+    assert "a stream (IterableDataset) does not go with sync.name" in refused[stale]
+    assert "2 all_reduce, int8" not in refused
+    assert stale not in {row["way"] for row in table["ways"]}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_job_whose_batches_are_made_by_length_is_priced_by_these(there, capsys):
+    tokens = "--set", "train.tokens_per_batch=64"
+    words = "length.toml", "--most", "2", "--seconds", "0", *tokens
+    assert main(["plan", *words, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["job"]["global_batch"] == 16  # of a mean length of 4
+    assert (table["job"]["tokens_per_batch"], table["job"]["steps"]) == (64, 6)
+    assert table["best"] == "1 worker"
+    refused = {each["name"]: each["why"] for each in table["refused"]}
+    assert "train.tokens_per_batch" in refused["2 diloco"]

@@ -61,7 +61,8 @@ def _lines(found: Ranking, machines: Machines) -> Iterator[tuple[str, str]]:
         yield "best", "none: nothing that has the result of one machine fits or could be priced"
         return
     yield "best", _best(found, best)
-    yield "pays", _pays(found, machines)
+    if alone is not None:
+        yield "pays", _pays(found, machines)
     for each in _families(found, best):
         yield "why not", _why_not(each, best)
     if len(near := found.undecided) > 1:

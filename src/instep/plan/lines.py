@@ -51,10 +51,12 @@ def _line(label: str, text: str) -> str:
 
 def _of_job(job: Table) -> str:
     batch = f"batch {readable_count(job['global_batch'])}"
+    if job.get("tokens_per_batch"):
+        batch += f" on average, of {readable_count(job['tokens_per_batch'])} tokens"
     if not job["steps"]:
         return f"{job['name']}: {batch}, as many parameters and steps as its loop has"
-    size = f"{readable_count(job['parameters'])} parameters"
-    return f"{job['name']}: {size}, {batch}, {plural(job['steps'], 'step')}"
+    size = f"{readable_count(job['parameters'])} parameters, " if job["parameters"] else ""
+    return f"{job['name']}: {size}{batch}, {plural(job['steps'], 'step')}"
 
 
 def _of_machine(machine: Table) -> str:

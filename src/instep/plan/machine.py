@@ -10,6 +10,13 @@ from typing import NamedTuple
 PAYLOAD = 0.956
 """Share of a link's rate that is payload: the rest is headers of packets."""
 
+ACKNOWLEDGED = 0.022
+"""Share of a link's payload that acknowledgements take at most: one of 66 bytes for two packets of
+1,514."""
+
+BURST_S = 0.002
+"""Seconds of its rate that an emulated link lets through at once (`lab/netlab.py`)."""
+
 
 class HostLink(NamedTuple):
     """The link that joins a host to the others."""

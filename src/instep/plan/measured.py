@@ -102,6 +102,8 @@ class CrewFigures(Struct, frozen=True):
     worker_bytes: int = 0
     """Most resident memory of a worker."""
     server_bytes: int = 0
+    begun_bytes: int = 0
+    """Resident memory of a worker at its beginning: what had been imported before the fork."""
     worker_held: int = 0
     """Resident memory of a worker between steps."""
     server_held: int = 0

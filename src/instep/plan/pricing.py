@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from instep.plan import steps
 from instep.plan.intervals import is_seen, width
-from instep.plan.machine import HostLink, Machines
+from instep.plan.machine import ACKNOWLEDGED, BURST_S, HostLink, Machines
 from instep.plan.measured import CrewFigures, JobFigures, ProbedMachine
 from instep.plan.steps import BucketExchange, FullBucket, StepParts, WorkerPass
 from instep.plan.traffic import CODED, RING, rescaled, sent_by_server
@@ -30,6 +30,11 @@ class Measurements(NamedTuple):
     """How many times as long steps of earlier runs were as was planned."""
     batch: float = 1.0
     """How many times as large the global batch is."""
+
+    def in_place_of(self, crews: Sequence[CrewFigures]) -> Measurements:
+        """Put crews in place of those of the same ways."""
+        keys = {each.key for each in crews}
+        return self._replace(crews=[*(e for e in self.crews if e.key not in keys), *crews])
 
     def crew(self, way: TrainingWay, workers: int) -> CrewFigures | None:
         """The crew of a strategy with so many workers, or with the nearest number above 1."""
@@ -227,38 +232,53 @@ def _exchange(
     exchange = BucketExchange(buckets, servers=way.servers, encoded=encoded)
     if own is None or own.workers < 2:
         return exchange
-    fixed = min(own.small_s, own.wire_s)
     mine = rescaled(way.strategy, size, way.workers, own.workers)
     as_crew = exchange._replace(
         buckets=[each._replace(size=each.size / size * mine) for each in buckets]
         if size
         else buckets,
-        fixed_s=fixed,
         servers=own.servers,
     )
-    software, shorter = _software(own, as_crew)
-    return exchange._replace(fixed_s=fixed, software_s=software, shorter=shorter)
+    fitted = (_on_its_links if own.bits_per_s else _without_links)(own, as_crew)
+    return fitted._replace(buckets=buckets, servers=way.servers)
 
 
-def _software(own: CrewFigures, exchange: BucketExchange) -> tuple[float, float]:
-    """Seconds for each byte with which the crew's own exchange is as long as it was; and how much
-    shorter it was than its links allow by their rate."""
+def _without_links(own: CrewFigures, exchange: BucketExchange) -> BucketExchange:
+    """The exchange with as many seconds of software for each byte as make it as long as the
+    crew's own was, beside those that a message takes."""
     passes = [WorkerPass(own.slowest_s, own.last_s)] * own.workers
-    here = Machines()
-    if own.bits_per_s:
-        here = Machines(own.hosts, link=HostLink(own.bits_per_s), emulated=True)
+    exchange = exchange._replace(fixed_s=min(own.small_s, own.wire_s))
 
     def wire(each: float) -> float:
-        return steps.in_lockstep(here, passes, exchange._replace(software_s=each)).wire
+        slower = exchange._replace(software_s=each)
+        return steps.in_lockstep(Machines(), passes, slower).wire
 
+    if wire(0.0) >= own.wire_s:
+        return exchange
     low, high = 0.0, 1e-12
     while wire(high) < own.wire_s and high < 1.0:
         low, high = high, 2 * high
     for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if wire(middle) < own.wire_s else (low, middle)
-    least = wire(0.0)
-    return (high, 1.0) if least < own.wire_s else (0.0, own.wire_s / least if least else 1.0)
+    return exchange._replace(software_s=high)
+
+
+def _on_its_links(own: CrewFigures, exchange: BucketExchange) -> BucketExchange:
+    """The exchange as long as that of a crew on links was.
+
+    What links do not explain is no time of each byte: the bytes were on a link meanwhile, and a
+    faster one would carry them sooner. It is what acknowledgements take of a link, and for the
+    rest the same at each rate: software that nothing hides, or a burst that passed at once.
+    """
+    passes = [WorkerPass(own.slowest_s, own.last_s)] * own.workers
+    here = Machines(own.hosts, link=HostLink(own.bits_per_s), emulated=True)
+    least = steps.in_lockstep(here, passes, exchange).wire
+    if least <= 0:
+        return exchange._replace(fixed_s=own.wire_s)
+    more = own.wire_s - least
+    scaled = min(more, ACKNOWLEDGED * least) if more > 0 else min(0.0, more + BURST_S)
+    return exchange._replace(stretch=1 + scaled / least, fixed_s=more - scaled)
 
 
 def _simulated(

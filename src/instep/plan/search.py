@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from instep.plan.machine import HostLink, Machines
+from instep.plan.measured import CrewFigures
 from instep.plan.pricing import Measurements, Priced, price
 from instep.plan.ways import TrainingWay
 
@@ -42,6 +43,8 @@ class Ranking(NamedTuple):
     """Samples of a step from which on it pays; None: at none that was looked at."""
     next_gain: float | None
     """How many times as fast as the best way one with more workers is; None: there is none."""
+    break_even_measured: bool = False
+    """Whether crews have taken steps near that rate."""
     batches: bool = True
     """Whether other batches were looked at; not where passes of one size alone were measured."""
 
@@ -74,6 +77,7 @@ def search(
     machines: Machines,
     *,
     memory_bytes: int = 0,
+    near: Sequence[CrewFigures] = (),
 ) -> Ranking:
     """Price and rank.
 
@@ -82,6 +86,8 @@ def search(
         known: what was measured.
         machines: where they would run.
         memory_bytes: of a host; 0: without a limit.
+        near: crews of one worker and of the best way with several, near the rate from which on it
+            pays: that rate follows from these, in place of the others of the same ways.
     """
     same, other, unpriced = list[Priced](), list[Priced](), list[TrainingWay]()
     for way in ways:
@@ -100,9 +106,12 @@ def search(
     more = [e for e in fits if found.best and e.way.workers > found.best.way.workers]
     gain = max((found.best.seconds / e.seconds for e in more), default=None) if found.best else None
     batches = len(known.job.passes) > 1 and not rival.way.mesh
+    measured = any(each.key == rival.way.key for each in near)
+    there = known.in_place_of(near) if measured else known
     return found._replace(
         batches=batches,
-        break_even_rate=_rate(rival.way, alone.way, known, machines),
+        break_even_measured=measured,
+        break_even_rate=_rate(rival.way, alone.way, there, machines),
         break_even_batch=_batch(rival.way, alone.way, known, machines) if batches else None,
         next_gain=gain,
     )

@@ -71,15 +71,15 @@ class BucketExchange(NamedTuple):
     software_s: float = 0.0
     """Seconds of software for each byte: encoding, copies, the system's network code."""
     fixed_s: float = 0.0
-    """Seconds of software for the whole exchange, beside its bytes."""
+    """Seconds of the whole exchange beside its bytes; below 0, bursts pass links at once."""
     servers: int = 0
     """Parameter servers, which take the optimizer's step; 0: the workers sum in a ring."""
     server_update_s: float = 0.0
     """Seconds of the optimizer's step on all parameters, on one server."""
     encoded: bool = False
     """Whether segments are encoded: owners add them up, and only then send what all get."""
-    shorter: float = 1.0
-    """Share of the simulated exchange that a crew on such links took: bursts pass them at once."""
+    stretch: float = 1.0
+    """How many times as long as links allow by their rate: acknowledgements share them."""
 
 
 def in_lockstep(
@@ -101,12 +101,12 @@ def in_lockstep(
     """
     computing = [each.seconds for each in passes if each.seconds > 0] or [0.0]
     mean, slowest = sum(computing) / len(computing), max(computing)
-    done = slowest
+    wire = 0.0
     if len(passes) > 1 or exchange.servers:
         simulate = _in_two_phases if exchange.encoded else _in_a_ring
         simulate = _by_servers if exchange.servers else simulate
-        done = simulate(machines, passes, exchange) + exchange.fixed_s
-    wire = exchange.shorter * max(0.0, done - slowest)
+        late = max(0.0, simulate(machines, passes, exchange) - slowest)
+        wire = max(0.0, exchange.stretch * late + exchange.fixed_s)
     return StepParts(mean, slowest - mean, wire, update_s, rest_s)
 
 

@@ -103,6 +103,49 @@ def test_a_crew_that_fails_is_a_row_with_its_reason_and_the_others_are_ranked(jo
     assert not found.ranking.pays
 
 
+def test_a_way_that_the_recipe_does_not_go_with_is_refused_and_not_priced(job):
+    """A stream and stale servers, say, which have no crew of their own that could fail."""
+    ways, _ = candidates(job(), Machines(1, 2), 2)
+    names = [each.way.name for each in ways]
+    stale = next(name for name in names if "bounded_stale" in name)
+    why = "a stream (IterableDataset) does not go with sync.name = 'bounded_stale'"
+    alone = first(0.1)
+    alone["ranks"][0]["refused"] = [why if name == stale else "" for name in names]
+    requests = crews_for(ways, job(), Machines(1, 2))
+    answer = {"crew": 1, "ranks": [rank(n, 0.06) for n in range(2)], "others_busy": 0.0}
+    for told, priced in ((alone, False), (first(0.1), True)):
+        probed = summed(requests, {0: told, 1: answer}, ProbedMachine(2, 3.0))
+        found = _planned(job(), Question(most=2), Machines(1, 2), ways, [], probed)
+        assert (stale in {each.way.name for each in found.ranking.other}) is priced
+        assert ((stale, why) in {(each.name, each.why) for each in found.refused}) is not priced
+
+
+def test_a_mesh_is_priced_where_one_process_cannot_hold_the_model(job):
+    own = job("mesh.shard=2", "workers=2")
+    ways, _ = candidates(own, Machines(1, 2), 2)
+    requests = crews_for(ways, own, Machines(1, 2))
+    (mesh,) = [n for n, each in enumerate(requests) if each.way.mesh]
+    failed = {"failed": "not enough memory", "others_busy": 0.0, "seconds": 1.0}
+    told = first(0.05)["ranks"][0]
+    for name in ("passes", "trained_bytes", "state_bytes", "parameters", "update_s"):
+        del told[name]
+    answer = {"ranks": [told, rank(1, 0.05)], "others_busy": 0.0, "seconds": 1.0}
+    answers = {**dict.fromkeys(range(mesh), failed), mesh: answer}
+    probed = summed(requests, answers, ProbedMachine(2, 3.0))
+    assert not probed.failed
+    found = _planned(own, Question(most=2), Machines(1, 2), ways, [], probed)
+    table = found.as_table()
+    assert table["best"] == "2 all_reduce, shard = 2"
+    assert table["ways"][0]["step_s"] == pytest.approx(0.05, rel=0.01)
+    assert {each.name for each in found.refused} >= {"1 worker", "2 all_reduce"}
+    assert all("not enough memory" in each.why for each in found.refused)
+    lines = "\n".join(plan_lines(table))
+    assert "whether it pays is not known" in lines
+    assert "0 parameters" not in lines
+    probed = summed(requests, dict.fromkeys(range(mesh + 1), failed), ProbedMachine(2, 3.0))
+    assert probed.failed == "not enough memory"
+
+
 def test_every_figure_of_the_sentences_follows_from_the_table(job):
     def answers(way):
         ranks = [rank(n, 0.06, sent=4000.0) for n in range(way.processes)]

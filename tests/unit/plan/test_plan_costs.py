@@ -210,6 +210,21 @@ def test_a_crew_on_links_is_taken_as_it_is_and_other_rates_are_simulated_from_it
     assert found[0] > 1.2 * found[1]
 
 
+@pytest.mark.parametrize("more_s", [0.0, 0.05])
+def test_what_a_slow_link_takes_is_not_held_against_a_fast_one(more_s: float) -> None:
+    """All of a crew's exchange at 100 Mbit/s was its link, a percent more for acknowledgements, and
+    perhaps what is the same at each rate."""
+    one, sent = BucketShare(1.0, 1.0), sent_by_worker("all_reduce", 8e6, 2)
+    on_link = sent / (1e8 / 8 * 0.956)
+    linked = crew(2, 0.105, 1.022 * on_link + more_s, hosts=2, bits_per_s=1e8, buckets=[one])
+    known = KNOWN._replace(crews=[CREWS[0], linked])
+    for times in (10, 100):
+        there = Machines(2, 2, HostLink(times * 1e8), emulated=True)
+        priced = price(TrainingWay(2), known, there)
+        assert priced is not None
+        assert priced.parts.wire == pytest.approx(1.022 * on_link / times + more_s, rel=0.03)
+
+
 def test_the_interval_is_as_wide_as_visits_are_apart_and_wider_for_what_is_simulated() -> None:
     def wide(apart: float, rate: float) -> float:
         seen = [LINKED.whole_s * (1 - apart), LINKED.whole_s * (1 + apart)]

@@ -45,7 +45,9 @@ class Probed(NamedTuple):
     machine: ProbedMachine
     verdict: Trial
     failed: str = ""
-    """Why there is nothing: the recipe cannot be built, or one process cannot take a step."""
+    """Why there is nothing: the recipe cannot be built, or no process can take a step."""
+    refused: Sequence[str] = ()
+    """Why the recipe does not go with each of the other jobs; empty where it does."""
 
 
 def summed(
@@ -55,47 +57,58 @@ def summed(
 
     Args:
         requests: in their order, the first of one worker; the same crew may stand there twice.
+            Where that one fails, a mesh tells of the job.
         found: answers, by the number of the request.
         machine: cores, and seconds that it took.
     """
     job = requests[0].job
     first = found.get(0, {"failed": "nothing was probed"})
     nothing = JobFigures(job.train.global_batch, job.train.micro_batches, 0, False, [], 0)
-    if "ranks" not in first:
+    told = next((found[n] for n in range(len(requests)) if "ranks" in found.get(n, ())), None)
+    if told is None:
         return Probed(nothing, [], machine, Trial.not_shown(first["failed"]), first["failed"])
-    alone = first["ranks"][0]
-    verdict = msgspec.json.decode(alone["trial"], type=Trial)
-    figures = JobFigures(
-        job.train.global_batch,
-        job.train.micro_batches,
-        alone["steps_of_run"],
-        alone["passes_of_a_step"] == 1,
-        [PassTime(*each) for each in alone["passes"]],
-        alone["trained_bytes"],
-        alone["state_bytes"],
-        alone["parameters"],
-        alone["update_s"],
-    )
+    one = min(told["ranks"], key=lambda each: each["rank"])
+    verdict = msgspec.json.decode(one["trial"], type=Trial)
+    figures = _of_job(job, one)
     visits = dict[tuple[str, str, int, int, str], list[CrewFigures]]()
     for number, request in enumerate(requests):
         if number in found:
             crew = of_crew(request, found[number])
             visits.setdefault(crew.key, []).append(crew)
     crews = [_merged(each) for each in visits.values()]
+    alone = [each for each in crews if each.workers == 1 and not each.failed]
     memory = _TrialMemory(
-        max(each.worker_bytes for each in crews if each.workers == 1),
-        alone.get("tried_bytes", 0),
+        max((each.worker_bytes for each in alone), default=0),
+        one.get("tried_bytes", 0),
+        max((each.begun_bytes for each in alone), default=0),
         SAVING_BYTES + figures.trained_bytes + figures.state_bytes,
     )
     busy = [each["others_busy"] for each in found.values()]
-    kernels = alone["kernels"]
+    kernels = one["kernels"]
     machine = ProbedMachine(
         machine.cores,
         machine.seconds,
         statistics.median(busy),
         statistics.median(kernels) / min(kernels) - 1,
     )
-    return Probed(figures, [_of_a_run(each, memory) for each in crews], machine, verdict)
+    runs = [_of_a_run(each, memory) for each in crews]
+    return Probed(figures, runs, machine, verdict, refused=one.get("refused", ()))
+
+
+def _of_job(job: JobSpec, one: Mapping[str, Any]) -> JobFigures:
+    """Figures of the job, as its first process has found them; one of a mesh has no passes of the
+    whole model."""
+    return JobFigures(
+        one.get("batch", job.train.global_batch),
+        job.train.micro_batches,
+        one["steps_of_run"],
+        one["passes_of_a_step"] == 1,
+        [PassTime(*each) for each in one.get("passes", ())],
+        one.get("trained_bytes", 0),
+        one.get("state_bytes", 0),
+        one.get("parameters", 0),
+        one.get("update_s", 0.0),
+    )
 
 
 _AVERAGED = (
@@ -105,7 +118,7 @@ _AVERAGED = (
 
 _LARGEST = (
     *("sent_bytes", "sent_by_server", "worker_bytes", "server_bytes"),
-    *("worker_held", "server_held"),
+    *("begun_bytes", "worker_held", "server_held"),
 )
 """A count that was taken while bytes were under way misses some."""
 
@@ -144,6 +157,8 @@ class _TrialMemory(NamedTuple):
     """Peak of a process that has tried passes before the first step, as each of a run does."""
     trained: int
     """Peak of the one that tries the trained model too, as the first worker does."""
+    begun: int
+    """Resident memory of these at their beginning: a codec that is imported before comes on top."""
     saving: int
     """Bytes that come on top of what a process holds between steps while it saves."""
 
@@ -153,9 +168,12 @@ def _of_a_run(crew: CrewFigures, memory: _TrialMemory) -> CrewFigures:
     that is more. They do not meet: what a trial needs is free again when a run saves."""
     if crew.failed:
         return crew
-    before, trained, saving = memory
-    worker = max(crew.worker_bytes, before, trained, crew.worker_held + saving)
-    server = max(crew.server_bytes, before, crew.server_held + saving) if crew.server_bytes else 0
+    more = max(0, crew.begun_bytes - memory.begun) if memory.begun else 0
+    before, trained = memory.before + more, memory.trained + more
+    worker = max(crew.worker_bytes, before, trained, crew.worker_held + memory.saving)
+    server = 0
+    if crew.server_bytes:
+        server = max(crew.server_bytes, before, crew.server_held + memory.saving)
     return msgspec.structs.replace(crew, worker_bytes=worker, server_bytes=server)
 
 
@@ -180,25 +198,27 @@ def of_crew(request: CrewRequest, answer: Mapping[str, Any]) -> CrewFigures:
     computed = [[each["times"][n][0] for each in workers] for n in steps]
     backward = fmean(each["times"][n][1] for n in steps for each in workers)
     exchanged = [min(each["times"][n][2] for each in workers) for n in steps]
-    whole = [max(each["times"][n][4] for each in workers) for n in steps]
+    whole = fmean(workers[0]["times"][n][4] for n in steps)
     update = [fmean(each["times"][n][3] for n in steps) for each in workers]
     passes = max(1, workers[0]["passes_of_a_step"])
     slowest = fmean(max(each) for each in computed)
+    wire = min(fmean(exchanged), max(0.0, whole - slowest - fmean(update)))
     return CrewFigures(
         **what,
         passes_s=min(slowest, fmean(sum(each) / len(each) for each in computed)),
         slowest_s=slowest,
         last_s=min(slowest, backward / passes),
-        wire_s=fmean(exchanged),
+        wire_s=wire,
         update_s=fmean(update),
-        whole_s=fmean(whole),
-        visits=[fmean(whole)],
+        whole_s=whole,
+        visits=[whole],
         spread=_spread([each[4] for each in workers[0]["times"]]),
         sent_bytes=statistics.median(each["sent_bytes"] for each in workers),
         sent_by_server=statistics.median([each["sent_bytes"] for each in servers] or [0.0]),
         buckets=[BucketShare(*each) for each in ranks[0].get("buckets", ())],
         small_s=statistics.median(each["small_s"] for each in workers),
         worker_bytes=max(each["peak_bytes"] for each in workers),
+        begun_bytes=max(each.get("begun_bytes", 0) for each in workers),
         server_bytes=max((each["peak_bytes"] for each in servers), default=0),
         worker_held=max(each["resident_bytes"] for each in workers),
         server_held=max((each["resident_bytes"] for each in servers), default=0),
@@ -207,10 +227,9 @@ def of_crew(request: CrewRequest, answer: Mapping[str, Any]) -> CrewFigures:
 
 
 def _central(workers: Sequence[dict[str, Any]]) -> list[int]:
-    """Numbers of the steps that are not among the shortest or longest quarter."""
-    whole = [
-        max(parts[4] for parts in step) for step in zip(*(e["times"] for e in workers), strict=True)
-    ]
+    """Numbers of the steps that are not among the shortest or longest quarter, from the beginning
+    of one to that of the next on the first worker."""
+    whole = [parts[4] for parts in workers[0]["times"]]
     order = sorted(range(len(whole)), key=whole.__getitem__)
     cut = len(order) // 4
     return order[cut : len(order) - cut]

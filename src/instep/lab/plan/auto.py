@@ -47,12 +47,10 @@ def planned_workers(job: JobSpec, question: Question, say: Callable[[str], None]
         raise SpecError(
             "workers = 'auto': with a codec the result depends on the number of workers. Give it."
         )
-    plan = plan_job(msgspec.structs.replace(job, workers=job.mesh.ranks), question, say)
+    one = msgspec.structs.replace(job, workers=job.mesh.ranks)
+    plan = plan_job(one, question._replace(only_workers=True), say)
     own = job.sync.name
-    rows = [
-        each for each in plan.ranking.fits
-        if not each.way.changes and each.way.strategy == own
-    ]  # fmt: skip
+    rows = [each for each in plan.ranking.fits if each.way.strategy == own]
     if not rows:
         raise SpecError(
             f"workers = 'auto': sync.name = {job.sync.name!r} is not priced as it is. Give the "

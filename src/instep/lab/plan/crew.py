@@ -101,6 +101,7 @@ class ProbingCrew:
         code = 1
         try:
             own_file_offsets()
+            _be_the_first_to_go()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             die_with_parent(signal.SIGKILL)
             how = {"hosts": self._each["hosts"], "limit_s": self._each["limit_s"]}
@@ -109,6 +110,11 @@ class ProbingCrew:
                 how["address"] = self._each["addresses"][rank % len(spaces)]
             whole = spec_file.build(tomllib.loads(self._asked["job"]), source="plan")
             how["whole"] = whole
+            if trial is None and rank == 0:
+                how["others"] = [
+                    spec_file.build(tomllib.loads(text), source="plan")
+                    for text in self._asked["others"]
+                ]
             found = Rank(self._job, rank, self._folder, function, trial=trial, **how).run()
             code = 0
         except BaseException as error:
@@ -155,6 +161,12 @@ def _import_for(job: JobSpec) -> None:
 
         import instep.parallel.split  # noqa: F401
     gc.freeze()
+
+
+def _be_the_first_to_go() -> None:
+    """Where memory ends, the system ends a probe and nothing else."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def told(error: BaseException) -> dict[str, Any]:

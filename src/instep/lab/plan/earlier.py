@@ -77,8 +77,15 @@ def _steps_of(job: JobSpec, runs: Path) -> Iterator[tuple[TrainingWay, float]]:
 def _same(spec: JobSpec, job: JobSpec) -> bool:
     """Whether a step of both is as much work, in one group of this machine."""
     mine, theirs = spec.train, job.train
-    alike = (mine.global_batch, mine.micro_batches, mine.threads, spec.arguments) == (
+    alike = (
+        mine.global_batch,
+        mine.tokens_per_batch,
+        mine.micro_batches,
+        mine.threads,
+        spec.arguments,
+    ) == (
         theirs.global_batch,
+        theirs.tokens_per_batch,
         theirs.micro_batches,
         theirs.threads,
         job.arguments,

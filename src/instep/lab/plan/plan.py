@@ -6,7 +6,9 @@ No file is left, and no process. Way in: `plan_job`.
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +20,17 @@ from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.lab.namespaces import NetworkError
 from instep.lab.netlab import bits_per_s, why_not
-from instep.lab.plan.answers import Probed
+from instep.lab.plan.answers import CrewRequest, Probed
+from instep.lab.plan.break_even import asked_at, measured_at
 from instep.lab.plan.candidates import Candidate, RefusedWay, candidates
 from instep.lab.plan.crews import crews_for, twice
 from instep.lab.plan.earlier import Learned, learned
 from instep.lab.plan.machine_file import machines_table, read_machines
 from instep.lab.plan.own_loop import probe_runs
-from instep.lab.plan.probe import probe, visit_again
+from instep.lab.plan.probe import after, probe, visit_again, visits_of
 from instep.plan.explain import explain, table_of
 from instep.plan.machine import HostLink, Machines
+from instep.plan.measured import CrewFigures
 from instep.plan.pricing import Measurements
 from instep.plan.search import Ranking, missing_bytes, search
 from instep.plan.ways import TrainingWay
@@ -34,6 +38,11 @@ from instep.words import listed, plural
 
 _LEAST_S = 8.0
 """Seconds in which two ways that are close can take steps again, in turns."""
+
+_GUESSES = 2
+"""How often steps are taken at the rate from which on it pays, each time nearer to it."""
+
+_ALONE = TrainingWay(1)
 
 _ONCE = "data.once = true: the samples that this plan has read from the stream are not trained on"
 
@@ -59,6 +68,8 @@ class Question(NamedTuple):
     """Folder of run folders, from which is learned."""
     meshes: bool = False
     """Whether meshes are looked at that the job does not have."""
+    only_workers: bool = False
+    """Whether only numbers of workers are looked at, and nothing else of the job changes."""
 
     def machines(self, job: JobSpec) -> Machines:
         """The hosts that are asked about.
@@ -106,12 +117,12 @@ class JobPlan(NamedTuple):
     def as_table(self) -> dict[str, Any]:
         """Plain data."""
         job, ranking = self.probed.job, self.ranking
-        batch = self.job.train.global_batch
         return {
             "job": {
                 "name": self.job.name,
                 "parameters": job.parameters,
-                "global_batch": batch,
+                "global_batch": job.global_batch,
+                "tokens_per_batch": self.job.train.tokens_per_batch,
                 "steps": self.steps,
                 "merged": job.merged,
                 "same_as_one_machine": self.probed.verdict.verdict,
@@ -125,6 +136,7 @@ class JobPlan(NamedTuple):
             "workers": ranking.best.way.workers if ranking.best else None,
             "pays": ranking.pays,
             "break_even_rate": ranking.break_even_rate,
+            "break_even_measured": ranking.break_even_measured,
             "break_even_batch": ranking.break_even_batch,
             "explained": [list(line) for line in explain(ranking, self.machines)],
             "refused": [each._asdict() for each in self.refused],
@@ -168,6 +180,8 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
     machines = question.machines(job)
     most = question.most_workers(machines, job)
     ways, refused = candidates(job, machines, most, meshes=question.meshes)
+    if question.only_workers:
+        ways = [each for each in ways if each.way.same and not each.way.changes]
     no_links = why_not() if machines.emulated and machines.link is not None else None
     own_loop = job.recipe.endswith(":__main__")
     if own_loop:
@@ -176,19 +190,45 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
     if own_loop:
         probed = probe_runs(job, requests, cores(), question.seconds, say)
     else:
-        probed = probe(job, twice(requests), cores(), question.seconds, say)
+        others = [each.job for each in ways]
+        probed = probe(job, twice(requests), cores(), question.seconds, say, others)
     if probed.failed:
         raise SpecError(f"one worker cannot be probed: {probed.failed}")
-    found = _planned(job, question, machines, ways, refused, probed, no_links)
+    planned = partial(_planned, job, question, machines, ways, refused, no_links=no_links)
+    found = planned(probed)
     if own_loop:
         return found
     close = [each.way.key for each in found.ranking.undecided[:2]]
     of_both = [each for each in requests if each.way.key in close]
     left = question.seconds - probed.machine.seconds
-    if len(of_both) < 2 or left < _LEAST_S:
-        return found
-    probed = visit_again(job, probed, of_both, left, say)
-    return _planned(job, question, machines, ways, refused, probed, no_links)
+    if len(of_both) > 1 and left >= _LEAST_S:
+        probed = visit_again(job, probed, of_both, left, say)
+        found = planned(probed)
+    return found if no_links else _at_break_even(found, probed, requests, planned, say)
+
+
+def _at_break_even(
+    found: JobPlan,
+    probed: Probed,
+    requests: Sequence[CrewRequest],
+    planned: Callable[..., JobPlan],
+    say: Callable[[str], None],
+) -> JobPlan:
+    """The plan, with steps that are taken near the rate from which on several workers pay, where
+    links are emulated and there is time."""
+    near = list[CrewFigures]()
+    for _ in range(_GUESSES):
+        asked = asked_at(found.ranking, requests, found.machines, near)
+        left = found.question.seconds - probed.machine.seconds
+        if not asked or left < _LEAST_S:
+            break
+        begin = time.time()
+        more = measured_at(visits_of(found.job, probed, asked, left, say))
+        probed = after(probed, begin)
+        if not more:
+            break
+        near, found = more, planned(probed, near=more)
+    return found
 
 
 def _planned(
@@ -199,18 +239,19 @@ def _planned(
     refused: Sequence[RefusedWay],
     probed: Probed,
     no_links: str | None = None,
+    near: Sequence[CrewFigures] = (),
 ) -> JobPlan:
-    failed = {each.key: each.failed for each in probed.crews if each.failed}
-    out = [RefusedWay(w.name, f"its probe failed: {failed[k]}") for w in (e.way for e in ways)
-           if (k := w.key) in failed]  # fmt: skip
+    out = _gone(ways, probed)
     gone = {each.name for each in out}
     memory = question.memory_bytes or int(psutil.virtual_memory().total)
     known = Measurements(probed.job, probed.crews, probed.machine)
     before = learned(job, question.runs, known, machines.cores) if question.runs else Learned()
     known = known._replace(learned=before.ratio)
     left = [each.way for each in ways if each.way.name not in gone]
-    ranking = search(left, known, machines, memory_bytes=memory)
+    ranking = search(left, known, machines, memory_bytes=memory, near=near)
     why = "no crew has taken steps of it: there was no time left. Give more --seconds"
+    if alone := next((each.failed for each in probed.crews if each.key == _ALONE.key), ""):
+        why = f"nothing says what it costs, as one process failed: {alone}"
     out += [RefusedWay(each.name, why) for each in ranking.unpriced]
     if not ranking.fits and ranking.same:
         least = min(ranking.same, key=lambda each: each.worker_bytes)
@@ -236,6 +277,19 @@ def _planned(
         [*_notes(probed, ranking, before, no_links), *([_ONCE] if job.data.once else [])],
         steps,
     )
+
+
+def _gone(ways: Sequence[Candidate], probed: Probed) -> list[RefusedWay]:
+    """The ways that the recipe does not go with, and those whose crews failed."""
+    found = [RefusedWay(each.way.name, why)
+             for each, why in zip(ways, probed.refused, strict=False) if why]  # fmt: skip
+    names = {each.name for each in found}
+    failed = {each.key: each.failed for each in probed.crews if each.failed}
+    return found + [
+        RefusedWay(each.way.name, f"its probe failed: {failed[each.way.key]}")
+        for each in ways
+        if each.way.key in failed and each.way.name not in names
+    ]
 
 
 def _notes(probed: Probed, ranking: Ranking, before: Learned, no_links: str | None) -> list[str]:

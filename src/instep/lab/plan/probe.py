@@ -26,7 +26,7 @@ from instep.job.spec import JobSpec
 from instep.lab.emulated import emulated_hosts
 from instep.lab.netlab import Network
 from instep.lab.plan.answers import CrewRequest, Probed, of_crew, summed, with_new
-from instep.plan.measured import ProbedMachine
+from instep.plan.measured import CrewFigures, ProbedMachine
 from instep.system.environment import settings
 from instep.system.processes import interrupt, on_signals
 from instep.system.temporary import temporary_folder
@@ -41,6 +41,7 @@ def probe(
     cores: int,
     seconds: float,
     say: Callable[[str], None],
+    others: Sequence[JobSpec] = (),
 ) -> Probed:
     """Let crews take steps, one after the other; the first is of one worker.
 
@@ -50,12 +51,13 @@ def probe(
         cores: of this machine.
         seconds: after which no further crew begins.
         say: told what is being done.
+        others: jobs of all ways; what the recipe does not go with is refused.
 
     Returns:
         What was found; a crew that failed has its reason.
     """
     begin = time.time()
-    found = _answers(job, requests, seconds, say)
+    found = _answers(job, requests, seconds, say, others=others)
     return summed(requests, found, ProbedMachine(cores, time.time() - begin))
 
 
@@ -73,14 +75,33 @@ def visit_again(
         probed: what was found.
         requests: of two ways that are too close to tell apart.
     """
-    turns = [*requests, *reversed(requests)]
     begin = time.time()
-    found = _answers(job, turns, seconds, say, probed.verdict)
-    again = [of_crew(request, found[n]) for n, request in enumerate(turns) if n in found]
-    crews = with_new(probed.crews, again)
+    again = visits_of(job, probed, [*requests, *reversed(requests)], seconds, say)
+    return after(probed, begin)._replace(crews=with_new(probed.crews, again))
+
+
+def visits_of(
+    job: JobSpec,
+    probed: Probed,
+    requests: Sequence[CrewRequest],
+    seconds: float,
+    say: Callable[[str], None],
+) -> list[CrewFigures]:
+    """Let crews take steps, of which the first has been probed before; one for each, as far as
+    there is time.
+
+    Args:
+        job, requests, seconds, say: as for `probe`.
+        probed: what was found.
+    """
+    found = _answers(job, requests, seconds, say, probed.verdict)
+    return [of_crew(request, found[n]) for n, request in enumerate(requests) if n in found]
+
+
+def after(probed: Probed, begin: float) -> Probed:
+    """Count the seconds that have passed since a time of the clock."""
     took = probed.machine.seconds + time.time() - begin
-    machine = msgspec.structs.replace(probed.machine, seconds=took)
-    return probed._replace(crews=crews, machine=machine)
+    return probed._replace(machine=msgspec.structs.replace(probed.machine, seconds=took))
 
 
 def _answers(
@@ -89,6 +110,7 @@ def _answers(
     seconds: float,
     say: Callable[[str], None],
     verdict: Trial | None = None,
+    others: Sequence[JobSpec] = (),
 ) -> dict[int, dict[str, Any]]:
     """Answers by the number of the request, as far as there was time."""
     found: dict[int, dict[str, Any]] = {}
@@ -100,6 +122,7 @@ def _answers(
             "trial": verdict.encoded().decode() if verdict is not None else "",
             "until": time.time() + seconds,
             "crew_s": max(CREW_S, seconds),
+            "others": [spec_file.dump(each) for each in others],
             "crews": [_asked_of(each, networks) for each in requests],
         }
         say(f"probing {requests[0].way.name}")

@@ -40,18 +40,23 @@ def main() -> None:
         why = told(error)
     gc.freeze()
     trial = Trial.read(asked["trial"].encode())
-    began = time.time()
+    began, folder, taken = time.time(), Path(asked["folder"]), 0
     for number, (job, each) in enumerate(zip(jobs, asked["crews"], strict=True)):
-        if number and time.time() + (time.time() - began) / number > asked["until"]:
+        if taken and time.time() + (time.time() - began) / taken > asked["until"]:
             break  # another one would take as long as those before
-        found = why or ProbingCrew(job, each, asked, Path(asked["folder"])).run_apart(
-            function, trial
-        )
+        found = why if job.mesh.ranks == 1 else {}
+        if not found:
+            found, taken = (
+                ProbingCrew(job, each, asked, folder).run_apart(function, trial),
+                taken + 1,
+            )
         if trial is None and found.get("ranks"):
             trial = Trial.read(found["ranks"][0]["trial"].encode())
         print(json.dumps({"crew": number, **found}), file=out, flush=True)
-        if why:
+        if function is None:
             break
+        if number == 0 and "failed" in found:  # whoever has the whole model fails alike
+            why = {**found, "failed": f"as one process: {found['failed']}"}
 
 
 if __name__ == "__main__":

@@ -124,14 +124,22 @@ class RehearsedSteps:
 
     def _sizes(self) -> list[int]:
         """Samples of the passes that are timed, each once."""
-        train = self._job.train
-        each, sizes = max(1, train.global_batch // train.micro_batches), []
-        many = 1
-        while many < train.micro_batches:
+        each, sizes, many = self._micro_batch, [], 1
+        while many < self._job.train.micro_batches:
             sizes.append(each * many)
             many *= 2
-        whole = [train.global_batch] if self._fits(train.global_batch) else []
+        whole = [self._batch] if self._fits(self._batch) else []
         return sorted({*(size for size in sizes if self._fits(size)), *whole})
+
+    @property
+    def _batch(self) -> int:
+        """Samples of a step; where batches are made by length, of one in the mean."""
+        batches = self._training.batches
+        return self._job.train.global_batch if batches.sizes is None else batches.size
+
+    @property
+    def _micro_batch(self) -> int:
+        return max(1, self._batch // self._job.train.micro_batches)
 
     def _fits(self, samples: int) -> bool:
         """Whether so many samples are few enough to be tried: what one pass takes is not known."""
@@ -139,7 +147,7 @@ class RehearsedSteps:
 
     def _read(self, samples: int) -> Read | None:
         loader = self._training._loader
-        where = position(1, loader.samples, self._job.train.global_batch)
+        where = position(1, loader.samples, self._batch)
         reads = loader.read([Slice(where.epoch, where.first, where.first + samples)])
         read = next(reads)
         reads.close()
@@ -167,8 +175,7 @@ class RehearsedSteps:
     def _gradient_times(self, count: int) -> tuple[list[float], float]:
         """When each gradient is there, since a backward pass began, and when it is over."""
         training = self._training
-        train = self._job.train
-        read = self._read(max(1, train.global_batch // train.micro_batches))
+        read = self._read(self._micro_batch)
         times = [0.0] * count
         if read is None:
             return times, 0.0
@@ -202,21 +209,37 @@ class RehearsedSteps:
         _without_rules(training.after)
         training._model.train()
         self._plan = training._plan(1)
+        ahead = (each for _, share in training._plan(1) for each in training.compute.slices(share))
+        self._loads = training._loader.read(ahead)
         return comm
 
     def step(self) -> StepTimes:
-        """Take one."""
+        """Take one; what it reads may have been read ahead, as in a run."""
         training = self._training
         since, clock = time.perf_counter(), training.engine.clock
         where, share = next(self._plan)
         training.step += 1
         last_read.set_step(training.step)
-        loads = training._loader.read(training.compute.slices(share))
-        _drained(training._one_step(where, share, loads))
-        loads.close()
-        whole = time.perf_counter() - since
+        _drained(training._one_step(where, share, self._loads))
         exchanged = clock.wait + clock.wire
+        whole = time.perf_counter() - since
         return StepTimes(clock.computing, clock.backward, exchanged, clock.update, whole)
+
+    def steps(self, count: int) -> list[StepTimes]:
+        """Take so many, one right after the other: each takes until the next begins."""
+        begins, found = list[float](), list[StepTimes]()
+        for _ in range(count):
+            begins.append(time.perf_counter())
+            found.append(self.step())
+        ends = [*begins[1:], time.perf_counter()]
+        return [
+            each._replace(whole=end - begin)
+            for each, begin, end in zip(found, begins, ends, strict=True)
+        ]
+
+    def end(self) -> None:
+        """Read nothing ahead any more."""
+        self._loads.close()
 
     def try_trained(self) -> None:
         """Compare the loss of a step's samples again, as a run does now and then, with other
