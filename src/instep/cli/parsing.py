@@ -104,13 +104,22 @@ def make_parser(groups: Mapping[str, Mapping[str, Command]]) -> Parser:
     return parser
 
 
+_ready: list[tuple[object, Parser]] = []
+"""The parser of commands that a process has made before it was forked, and those."""
+
+
+def make_ready(groups: Mapping[str, Mapping[str, Command]]) -> None:
+    """Make the parser of these commands now, for this process and its forks."""
+    _ready[:] = [(groups, make_parser(groups))]
+
+
 def parsed(argv: Sequence[str], groups: Mapping[str, Mapping[str, Command]]) -> argparse.Namespace:
     """The arguments of a command line; those after `--` of a script as `argv`."""
     passed: list[str] = []
     if argv[:1] in (["run"], ["check"], ["plan"]) and "--" in argv:  # what follows is the script's
         at = argv.index("--")
         argv, passed = argv[:at], [*argv[at + 1 :]]
-    parser = make_parser(groups)
+    parser = next((each for of, each in _ready if of is groups), None) or make_parser(groups)
     _check_options(argv, parser)
     args, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -17,10 +17,13 @@ from contextlib import suppress
 
 import msgspec
 
+from instep.cli import GROUPS
 from instep.cli import main as run_command
+from instep.cli.parsing import make_ready
 from instep.comm.protocol.connection import HEARTBEAT_S
 from instep.detached.warm import WarmStart
 from instep.errors import INTERRUPTED
+from instep.job.file import build, dump
 from instep.launch.warm import become, keep_warm
 from instep.plain_file import plain
 from instep.system.environment import POOLS
@@ -70,6 +73,8 @@ def import_all() -> None:
     torch.set_num_threads(1)
     for name in USED:
         importlib.import_module(name)
+    make_ready(GROUPS)
+    dump(build({"recipe": "a.py:a"}, source="a job"))  # the checks of its types are made once
     gc.freeze()
     gc.enable()
     for name, value in before.items():
