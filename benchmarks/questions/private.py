@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from questions.base import Answer, Ask, Question, found, span
+from questions.base import Answer, Ask, Question, case, found, span
+
+DRAWN_OUT = "100mbit"
+"""The rate of links for hosts that have a tenth of a core each, as others use this machine too."""
 
 
 def masks(result: Any) -> Answer:
@@ -12,6 +15,13 @@ def masks(result: Any) -> Answer:
 
 def of_bytes(result: Any) -> Answer:
     return found(result["round"]["bytes_over_open"], "", 3, "8 participants, 1 million parameters")
+
+
+def of_round(result: Any) -> Answer:
+    each = case(result, rate=DRAWN_OUT)
+    low, middle, high = each["over_open"]
+    loaded = f"quartiles {span((low, high))}, load {each['load']:.0f} on {each['cores']} cores"
+    return found(middle, "", 2, loaded)
 
 
 def over(model: str, other: str) -> Ask:
@@ -30,6 +40,13 @@ QUESTIONS = (
         "privacy",
         of_bytes,
         most=1.02,
+    ),
+    Question(
+        "a masked round of 8 hosts over an open one, 10 million parameters, 1 Gbit/s drawn out",
+        "private",
+        "secure-round",
+        of_round,
+        most=1.1,
     ),
     *(
         Question(

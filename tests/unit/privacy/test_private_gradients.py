@@ -116,18 +116,21 @@ def test_sums_are_those_of_samples_clipped_one_by_one(name):
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_sums_are_those_of_opacus():
+@pytest.mark.parametrize("name", ["mlp", "convolution", "tokens"])
+def test_sums_are_those_of_opacus(name):
     opacus = pytest.importorskip("opacus.grad_sample")
-    model, batch = made("mlp")
+    model, batch = made(name)
+    if name == "tokens":
+        batch[0] = batch[0] + 1  # Opacus trains the row of the padding too
     _, grid, sums = summed(model, batch)
     hooked = opacus.GradSampleModule(model)
     (loss_of(hooked, batch)).backward()
     samples = [each.grad_sample for each in model.parameters()]
     norms = torch.stack([each.flatten(1).norm(dim=1) for each in samples]).norm(dim=0)
-    factors = (CLIP / norms).clamp(max=1.0)
+    factors = (CLIP * (1 - 2.0**-16) / norms).clamp(max=1.0)
     for mine, theirs in zip(sums, samples, strict=True):
         clipped = torch.einsum("n,n...->...", factors, theirs)
-        assert (mine * grid.unit - clipped).abs().max() < 3e-5 * CLIP  # MARGIN of each sample
+        assert (mine * grid.unit - clipped).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])

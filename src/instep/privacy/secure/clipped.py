@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
-from instep.comm.buckets import Bucket
+from instep.comm.buckets import Bucket, lay_out
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.privacy.grid import MARGIN
 from instep.privacy.secure.masks import Mask, apply_masks
@@ -99,6 +99,17 @@ class ClippedMean(AllReduce):
         self._come, self._gifts = [], []
         return self._sums_on_grid(parameters)
 
+    def _cut(
+        self,
+        parameters: Sequence[Tensor],
+        types: Mapping[torch.dtype, torch.dtype],
+        holders: Sequence[tuple[int, ...]] = (),
+        spare: int = 0,
+    ) -> list[Bucket]:
+        """Cut off a small bucket first: while it is scaled and masked, nothing is on its way."""
+        limits = [self._bucket_bytes // 8, self._bucket_bytes]
+        return lay_out(parameters, limits, spare, types, holders)
+
     def _sums_on_grid(self, parameters: Sequence[Parameter]) -> Sums:
         return GridSums(parameters, self._unit)
 
@@ -128,7 +139,10 @@ class ClippedMean(AllReduce):
         giving = self._giving(here)
         table = torch.zeros(2, self._participants, dtype=torch.int32)
         table[0, list(here)], table[1, giving] = 1, 1
-        self._comm.all_reduce(table).wait()
+        gathering = self._comm.all_reduce(table)
+        if self.sealed:
+            self._model()  # while others come
+        gathering.wait()
         members, self._come = (row.nonzero().flatten().tolist() for row in table)
         numbers = torch.zeros(4, dtype=torch.int64)
         for of in giving:

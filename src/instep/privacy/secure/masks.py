@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 Whole = np.ndarray[Any, np.dtype[Any]]
 
-_BLOCK = 1 << 17
+_BLOCK = 1 << 18
 """Bytes at a time: they stay in the cache of a core until all masks are added."""
 
 _ZEROS = bytes(_BLOCK)
