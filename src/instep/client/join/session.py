@@ -24,7 +24,8 @@ from instep.recipe.callbacks import checked_value
 from instep.recipe.weights import WeightedLoss
 from instep.worker.loop.after_commit import Step
 from instep.worker.own.evaluation import EvaluationLoader
-from instep.worker.own.loop import OwnLoader, OwnLoop
+from instep.worker.own.loader import OwnLoader
+from instep.worker.own.loop import OwnLoop
 from instep.worker.own.rounds import OwnLoopRounds
 from instep.worker.training.devices import check_device
 from instep.worker.training.training import Training

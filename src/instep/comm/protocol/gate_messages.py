@@ -1,4 +1,4 @@
-"""Messages between machines that join and whoever expects them: a launcher, or a pool's scheduler.
+"""Messages between machines that join and what expects them: a launcher, or a pool's scheduler.
 
 Their rules are those of `messages.py`, which has them too.
 """
@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from instep.comm.protocol.base_message import Message
 
 
-class GateMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of these messages."""
-
-
-class Certify(GateMessage, frozen=True):
+class Certify(Message, frozen=True):
     """To the launcher, from a machine without a certificate: make one for this key."""
 
     secret: str
@@ -23,14 +19,14 @@ class Certify(GateMessage, frozen=True):
     """PEM."""
 
 
-class Certified(GateMessage, frozen=True):
+class Certified(Message, frozen=True):
     """The certificate that a token has bought."""
 
     certificate: str
     """PEM."""
 
 
-class Join(GateMessage, frozen=True):
+class Join(Message, frozen=True):
     """To the launcher, from a machine that somebody started `instep host` on, with a certificate
     that says which one it is."""
 
@@ -38,13 +34,13 @@ class Join(GateMessage, frozen=True):
     """Machine and process in words."""
 
 
-class Joined(GateMessage, frozen=True):
+class Joined(Message, frozen=True):
     """It may stay, as this one."""
 
     place: str
 
 
-class Serve(GateMessage, frozen=True):
+class Serve(Message, frozen=True):
     """To a machine that has joined: start a fork server."""
 
     endpoint: dict[str, Any]
@@ -54,22 +50,22 @@ class Serve(GateMessage, frozen=True):
     """What the machine must have (`launch/node.py`)."""
 
 
-class EndIfStopped(GateMessage, frozen=True):
+class EndIfStopped(Message, frozen=True):
     """To a machine that has joined: kill the fork server, if it was stopped."""
 
 
-class Leave(GateMessage, frozen=True):
+class Leave(Message, frozen=True):
     """To a machine that has joined, or a client of hosts: they are not needed any more."""
 
 
-class Attend(GateMessage, frozen=True):
+class Attend(Message, frozen=True):
     """From a pool's scheduler to a machine: the runs of which it is to be a host, and no others."""
 
     runs: dict[str, str]
     """Where the client of each listens for its hosts, `address:port`."""
 
 
-class Attending(GateMessage, frozen=True):
+class Attending(Message, frozen=True):
     """To a pool's scheduler: the runs that have processes on this machine."""
 
     workers: dict[str, int]

@@ -1,8 +1,8 @@
 """A port where strangers may call: each caller gets a thread, and has to prove what it is.
 
 Who has not proved it yet makes room for the next one, and a process that can open no more files, or
-start no more threads, goes on once it can. What callers show, and what they are told, is not known
-here. Way in: `Listener`.
+start no more threads, continues once it can. What callers show, and what they are told, is not
+known here. Way in: `Listener`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,19 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from instep.comm.encryption.certificates import Credentials
+from instep.comm.protocol.base_message import Message
+from instep.comm.protocol.client_messages import AddHosts as AddHosts
+from instep.comm.protocol.client_messages import Answer as Answer
+from instep.comm.protocol.client_messages import HostEnded as HostEnded
+from instep.comm.protocol.client_messages import HostsAdded as HostsAdded
+from instep.comm.protocol.client_messages import HostsJoined as HostsJoined
+from instep.comm.protocol.client_messages import HostsLeave as HostsLeave
+from instep.comm.protocol.client_messages import HostUnneeded as HostUnneeded
+from instep.comm.protocol.client_messages import HostWanted as HostWanted
+from instep.comm.protocol.client_messages import Interrupt as Interrupt
+from instep.comm.protocol.client_messages import Over as Over
+from instep.comm.protocol.client_messages import RemoveHosts as RemoveHosts
+from instep.comm.protocol.client_messages import Scale as Scale
 from instep.comm.protocol.gate_messages import Attend as Attend
 from instep.comm.protocol.gate_messages import Attending as Attending
 from instep.comm.protocol.gate_messages import Certified as Certified
@@ -20,272 +32,26 @@ from instep.comm.protocol.gate_messages import Join as Join
 from instep.comm.protocol.gate_messages import Joined as Joined
 from instep.comm.protocol.gate_messages import Leave as Leave
 from instep.comm.protocol.gate_messages import Serve as Serve
-
-VERSION = 11
-"""Version of the messages below; both ends of a channel must have the same."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages."""
-
-
-class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process was doing when it ended, as far as is known (`data/samples/last_read.py`)."""
-
-    step: int = 0
-    """The step that it computed; 0 before the first."""
-    dataset: str = ""
-    """`training` or `validation`, of which it read a sample; empty if it read none."""
-    sample: int = -1
-    """Index of the sample."""
-    count: int = 1
-    """How many samples were read in one call, from `sample` on."""
-    ahead: bool = False
-    """Whether a thread read ahead, so that the process was doing something else too."""
-    file: str = ""
-    """Of the sample, if it is known."""
-
-
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample at which processes have ended."""
-
-    dataset: str
-    sample: int
-    cause: str = ""
-    """Why it is skipped; empty if it is only suspected: then it is read alone, and not ahead."""
-
-
-# ---- a process introduces itself
-
-
-class Hello(Message, frozen=True):
-    """The first message of every process: its role and number, and the run's token as proof."""
-
-    token: str
-    role: str
-    """`worker`, `host` (the fork server, a process per host that forks the workers), or `client`
-    (submits a job, or changes a running one)."""
-    number: int
-    """Of a worker, or of a host; hosts are counted from 0."""
-    pid: int
-    host: int = 0
-    """The number of the host that started a worker."""
-    machine: str = ""
-    """Identifies the machine and pid namespace: processes with the same can watch each other."""
-    node: str = ""
-    """The host name of that machine."""
-    generation: int | None = None
-    """The last for which a worker got a `Form`; None from a process that is new to the run."""
-    resends: int = 0
-    """How many of the next messages the previous master may have handled already."""
-    phases: dict[str, float] = {}
-    """Unix seconds at which it reached each phase of its start."""
-    version: int = VERSION
-
-
-class Welcome(Message, frozen=True):
-    """The master accepts a process: the job, and the run's folder."""
-
-    job: str
-    """The job file as run, TOML."""
-    run: str
-    started: float
-    """Unix seconds at which the user's command began."""
-    run_id: str = ""
-    """By which a process knows whether it sees that folder; empty where all do."""
-    last_step: int = 0
-    """The last of a run that is complete."""
-    checkpoint: str = ""
-    """Folder of the checkpoint that the run resumes from; empty for a new run."""
-    recovers: bool = False
-    """Whether a lost worker is replaced, and the others continue."""
-    complete: bool = False
-    """Whether the run is complete, so that there is nothing to do."""
-    marks: list[Mark] = []
-    """Samples at which processes have ended so far."""
-    others_have_state: bool = False
-    """Whether other workers already have the state of the run."""
-    role: str = "worker"
-    """Of the process, as in `Form`."""
-    restarts: int = 0
-    """How often its replica was started again; the same for all processes that may meet."""
-    known: bytes = b""
-    """What earlier processes left under the key `KNOWN`."""
-
-
-class Refused(Message, frozen=True):
-    """Instead of a welcome: the run cannot begin or resume."""
-
-    kind: str
-    """Name of the error class, as in `Failed`."""
-    text: str
-    exit_code: int
-
-
-# ---- master and host: processes
-
-
-class StartWorker(Message, frozen=True):
-    """To the host: start a worker under this number."""
-
-    number: int
-    log: str
-    """File for the worker's own output."""
-    role: str = "worker"
-    """As in `Form`."""
-    credentials: Credentials | None = None
-    """What it is to show; None where connections are not encrypted."""
-
-
-class Meet(Message, frozen=True):
-    """To process 0 of `instep.join`, from another process that looks for its run."""
-
-    token: str
-
-
-class Met(Message, frozen=True):
-    """The answer: it may read and leave notes, by `StoreGet` and `StoreSet`."""
-
-    start: str
-    """What tells the start of process 0 from others."""
-    versions: dict[str, str]
-    """Of process 0."""
-
-
-class Adopt(Message, frozen=True):
-    """To the host: report the ends of these workers too, which an earlier fork server started."""
-
-    workers: list[tuple[int, int]]
-    """Number and pid of each."""
-
-
-class Exited(Message, frozen=True):
-    """From the host: a process has ended. `code` is negative for a signal, as in `subprocess`."""
-
-    number: int
-    pid: int
-    code: int | None
-    """None if an earlier fork server started it, so that its exit code is not known."""
-    place: Whereabouts | None = None
-    """What it was doing, if that is known."""
-    error: str = ""
-    """Why it could not be started (`pid` is 0 then); empty if it was."""
-
-
-class Signal(Message, frozen=True):
-    """To the host: send signals to a process that it, or an earlier fork server, has started."""
-
-    pid: int
-    signals: list[int]
-    """In this order."""
-
-
-class KillAll(Message, frozen=True):
-    """To the host: kill all remaining processes."""
-
-
-# ---- master and client
-
-
-class Interrupt(Message, frozen=True):
-    """From the client: stop at the next commit; a second time, now."""
-
-    by: str
-    """Name of the signal that the client got."""
-    times: int
-    """How many signals it has got so far."""
-
-
-class HostWanted(Message, frozen=True):
-    """To the client: start fork servers on these hosts, which have none any more."""
-
-    numbers: list[int]
-
-
-class HostUnneeded(Message, frozen=True):
-    """To the client: this host has no workers, and the run can do without it; it may be ended."""
-
-    number: int
-
-
-class HostsLeave(Message, frozen=True):
-    """From the client: the machines of these hosts, and of no others, are about to go."""
-
-    numbers: list[int]
-
-
-class HostEnded(Message, frozen=True):
-    """From the client: a fork server has ended by itself."""
-
-    code: int
-    detail: str
-    """The last line that it printed."""
-    number: int = 0
-
-
-class Scale(Message, frozen=True):
-    """From a client: change the number of workers; the reply is `Answer`."""
-
-    workers: int
-    places: list[int] | None = None
-    """Workers that there is room for, by host; None: they may be on any."""
-
-
-class AddHosts(Message, frozen=True):
-    """From a client: it has hosts for the run; the reply is `HostsAdded`."""
-
-    count: int
-    workers: int
-    """How many workers more the run is to have while they are there."""
-
-
-class HostsAdded(Message, frozen=True):
-    """To that client: what its hosts are called, and what they show.
-
-    For as long as they are there it has a connection of its own, as a client of number `client`.
-    """
-
-    refusal: str = ""
-    """Why the run cannot have them; empty if it can."""
-    numbers: list[int] = []
-    credentials: list[Credentials] = []
-    """Of each host; empty where connections are not encrypted."""
-    client: int = 0
-    own: Credentials | None = None
-    """What the client itself shows."""
-    folder: str = ""
-    """Where the run was started."""
-
-
-class HostsJoined(Message, frozen=True):
-    """To that client: the run has more workers now; or nothing yet, as all hosts are late."""
-
-    workers: int
-    missing: list[int]
-    """Hosts that have not connected."""
-
-
-class RemoveHosts(Message, frozen=True):
-    """From that client: its hosts are about to go; the reply is `Leave`, once they may."""
-
-
-class Answer(Message, frozen=True):
-    """To a client: why its request is refused; empty if it is accepted."""
-
-    refusal: str
-
-
-class Over(Message, frozen=True):
-    """To the client: how the run ended."""
-
-    outcome: str
-    rule: str
-    step: int
-    exit_code: int
-    worker: int | None = None
-    """The worker that failed, if one did."""
-    failed: Failed | None = None
-
+from instep.comm.protocol.process_messages import VERSION as VERSION
+from instep.comm.protocol.process_messages import Adopt as Adopt
+from instep.comm.protocol.process_messages import Exited as Exited
+from instep.comm.protocol.process_messages import Failed as Failed
+from instep.comm.protocol.process_messages import Hello as Hello
+from instep.comm.protocol.process_messages import KillAll as KillAll
+from instep.comm.protocol.process_messages import Mark as Mark
+from instep.comm.protocol.process_messages import Meet as Meet
+from instep.comm.protocol.process_messages import Met as Met
+from instep.comm.protocol.process_messages import Refused as Refused
+from instep.comm.protocol.process_messages import Signal as Signal
+from instep.comm.protocol.process_messages import StartWorker as StartWorker
+from instep.comm.protocol.process_messages import Welcome as Welcome
+from instep.comm.protocol.process_messages import Whereabouts as Whereabouts
+from instep.comm.protocol.store_messages import KNOWN as KNOWN
+from instep.comm.protocol.store_messages import StoreGet as StoreGet
+from instep.comm.protocol.store_messages import StoreSet as StoreSet
+from instep.comm.protocol.store_messages import StoreValue as StoreValue
+from instep.comm.protocol.store_messages import keys_of_generation as keys_of_generation
+from instep.comm.protocol.store_messages import keys_of_replica as keys_of_replica
 
 # ---- heartbeats and acknowledgements
 
@@ -312,7 +78,7 @@ class Heartbeat(Message, frozen=True):
     """CPU seconds of its computing and reading so far; 0.0 if the system does not say."""
     steps: int = 0
     """Steps that this process has committed."""
-    stopped: list[int] = []
+    stopped: list[int] = msgspec.field(default_factory=list)
     """From a host: workers' processes that are stopped, as by SIGSTOP."""
     number: int = 0
     """Counts the heartbeats of a process."""
@@ -354,7 +120,7 @@ class Form(Message, frozen=True):
     from the highest step that one of them has committed."""
     ends: bool = False
     """Whether the run had ended with that checkpoint, so that no step follows."""
-    marks: list[Mark] = []
+    marks: list[Mark] = msgspec.field(default_factory=list)
     """Samples at which processes have ended; the same for all members."""
     role: str = "worker"
     """`worker`, or `server` for a parameter server."""
@@ -393,45 +159,6 @@ class Notice(Message, frozen=True):
     """From a worker: its machine will be taken away soon."""
 
 
-def keys_of_generation(generation: int | None = None) -> str:
-    """The prefix of the keys by which the members of a generation connect, or those of all."""
-    return "generation-" if generation is None else f"generation-{generation}/"
-
-
-def keys_of_replica(replica: int, restarts: int | None = None) -> str:
-    """The prefix of the keys by which the processes of a replica connect, or of all its starts."""
-    start = f"replica-{replica}-"
-    return start if restarts is None else f"{start}{restarts}/"
-
-
-KNOWN = "known"
-"""The key of what is found out once, for all processes of the run."""
-
-
-class StoreSet(Message, frozen=True):
-    """Set a key for the other members of a group that is forming."""
-
-    key: str
-    value: bytes
-
-
-class StoreGet(Message, frozen=True):
-    """Ask for a key; the reply is `StoreValue`, once it is set."""
-
-    key: str
-    known: int = 0
-    """How many keys with the same beginning, up to the last `/`, the asker has got already."""
-
-
-class StoreValue(Message, frozen=True):
-    """The reply to `StoreGet`."""
-
-    key: str
-    value: bytes
-    more: dict[str, bytes] = {}
-    """What else was set since the asker got something, of keys with the same beginning."""
-
-
 class Emit(Message, frozen=True):
     """From a worker, or the client: an event for the log."""
 
@@ -452,19 +179,6 @@ class Records(Message, frozen=True):
     """As of `Emit`."""
 
 
-class Failed(Message, frozen=True):
-    """From a worker, its last message: it cannot continue."""
-
-    kind: str
-    """Name of the error class: `RecipeError`, `PeerError`, ... or `error` for the user's code."""
-    cause: str
-    where: str
-    line: str
-    step: int
-    phase: str
-    exit_code: int
-
-
 class Figures(Message, frozen=True):
     """From the worker of rank 0: figures for the rules of `[stop]`; the reply is `Verdict`."""
 
@@ -473,7 +187,7 @@ class Figures(Message, frozen=True):
     """Of the step; None in the figures of a validation."""
     gradient_norm: float | None = None
     """None if it was not computed."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
     """Of a validation."""
     number: int = 0
     """Counts the requests of one worker; the reply has the same number."""

@@ -43,7 +43,6 @@ from instep.recipe.build import set_generators
 from instep.recipe.optimizers.checks import check_optimizer, check_scheduler
 from instep.state.retention import best_rule
 from instep.worker.loop.loop import Loop
-from instep.worker.own.as_loader import AsLoader
 from instep.worker.own.backward import Backward
 from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.iteration import Batch, Iteration, OwnStep
@@ -486,22 +485,3 @@ class OwnLoop(Loop):
         super().close()
         self._strangers.close()
         self.calls.give_back()
-
-
-class OwnLoader(AsLoader):
-    """Iterates over this worker's batches of the next epoch; iterate again for the one after."""
-
-    def __init__(self, loop: OwnLoop, dataset: Any) -> None:
-        super().__init__(dataset)
-        self._loop = loop
-
-    @property
-    def batch_size(self) -> int:
-        """As of `AsLoader`."""
-        return self._loop.largest()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._loop.epoch()
-
-    def __len__(self) -> int:
-        return self._loop.length()
