@@ -1,6 +1,6 @@
 """The process that has imported what commands of instep need, and becomes them in forks.
 
-It ends with the one that started it (`detached/warm.py`); what it has forked goes on. Nothing of
+It ends with the one that started it (`detached/warm.py`); what it has forked continues. Nothing of
 torch runs in it, and it has one thread. Way in: `main`.
 """
 

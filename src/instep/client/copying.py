@@ -47,7 +47,7 @@ class Copying:
     def __init__(self, run: Path, quiet: bool) -> None:
         self._run, self._quiet = run, quiet
         self._process: subprocess.Popen[bytes] | None = None
-        self._notes = self._running = -1  # what it says; open for as long as the run goes on
+        self._notes = self._running = -1  # what it says; open for as long as the run lasts
         self._last: dict[str, Any] = {}
         self._unstarted = ""  # why it cannot be started
         self._unsaid: list[Emit] = []
@@ -205,7 +205,7 @@ def _copied(run: Path, job: JobSpec, quiet: bool) -> Iterator[Callable[[], list[
 
 
 def copy_missing(run: Path, job: JobSpec, quiet: bool) -> None:
-    """Copy the newest checkpoint of a run that does not go on, unless it is copied already."""
+    """Copy the newest checkpoint of a run that does not continue, unless it is copied already."""
     with _copied(run, job, quiet):
         pass
 

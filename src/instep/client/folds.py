@@ -27,7 +27,7 @@ Say = Callable[[str], object]
 Metrics = dict[str, float | None]
 
 _MAY_DIFFER = ("stop_after_steps", "threads", "device")
-"""Keys of `[train]` that may be others when folds go on."""
+"""Keys of `[train]` that may be others when folds continue."""
 
 
 class Folds(NamedTuple):

@@ -1,6 +1,6 @@
 """Starts the process that feeds a run's loggers, beside the run, and waits for it at the end.
 
-What it does, `report/loggers/follow.py` knows. If it fails, the run goes on, and its own records
+What it does, `report/loggers/follow.py` knows. If it fails, the run continues, and its own records
 are complete; the client says so at the end.
 """
 

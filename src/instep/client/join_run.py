@@ -138,7 +138,7 @@ class _Joined:
         self._asked = self._told = 0  # how often to leave, and how often the master was told
 
     def serve(self) -> None:
-        """Until the run is over, or goes on without these hosts."""
+        """Until the run is over, or continues without these hosts."""
         connection = self._connection
         connection.lasting = True
         connection.keep()
@@ -156,7 +156,7 @@ class _Joined:
         self._asked += 1
 
     def _turn(self) -> bool:
-        """One look; whether to go on."""
+        """One look; whether to continue."""
         while (message := self._connection.inbox.poll()) is not None:
             match message:
                 case Over():

@@ -138,7 +138,7 @@ def _has_failed(run: RunFolder, fault: str) -> None:
 
 
 def _write_or_say(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file for people to look at; if it cannot be written, say so and go on."""
+    """Write a file for people to look at; if it cannot be written, say so and continue."""
     try:
         write(path)
     except OSError as error:

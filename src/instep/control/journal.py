@@ -161,7 +161,7 @@ class Journal:
         """Put a copy in the place of the file, without what another process has not committed.
 
         Raises:
-            sqlite3.Error: the copy is damaged, or another process goes on writing.
+            sqlite3.Error: the copy is damaged, or another process still writes.
         """
         beside = self._path.with_name(f".{FILE}.{os.getpid()}")
         undo = self._path.with_name(f"{FILE}-journal")
@@ -299,7 +299,7 @@ def _of_one_moment(files: Iterable[Path]) -> dict[Path, bytes]:
     """What the files hold that are there, read until nobody has written meanwhile.
 
     Raises:
-        sqlite3.OperationalError: somebody goes on.
+        sqlite3.OperationalError: another process still writes.
     """
     before = None
     for _ in range(1 + _TRIES):

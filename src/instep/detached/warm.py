@@ -89,7 +89,7 @@ class WarmStarts:
             self._drop()
 
     def close(self) -> None:
-        """End the process; what it has started goes on."""
+        """End the process; what it has started continues."""
         self._drop()
 
     def _begin(self, now: float) -> None:

@@ -26,7 +26,7 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
     whatever `every` says."""
 
     copy_to: str = ""
-    """Folder or URL, such as `s3://bucket/runs`, that gets copies too while training goes on."""
+    """Folder or URL, such as `s3://bucket/runs`, that gets copies too while training continues."""
 
     best_metric: str = "loss"
     """The metric of the validation that decides: `loss`, or one of the recipe."""

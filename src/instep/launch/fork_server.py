@@ -131,7 +131,7 @@ def _preload_recipe(job: dict[str, Any]) -> bool:
 def _failed(error: InstepError) -> int:
     """The exit code of a server that has no master."""
     if isinstance(error, Unwanted):
-        return 0  # the run goes on without it
+        return 0  # the run continues without it
     print(f"instep: {error}", file=sys.stderr)
     return error.exit_code
 

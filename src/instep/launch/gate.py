@@ -3,7 +3,7 @@
 All connections are encrypted. A machine without a certificate gets one for its token, and comes
 again (`join_folder.py`). The gate knows the places and who is in which, and nothing of what
 machines do there. A place has one machine: the one whose certificate has its number. Where another
-process shows the same certificate, the first one keeps the place if it is heard from.
+process shows the same certificate, the first one keeps the place if it still answers.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Gate:
         return self._places.index(place), joined
 
     def _keep(self, place: _Place) -> None:
-        """The machine in a place was heard from: nobody else gets it."""
+        """The machine in a place has answered: nobody else gets it."""
         if place.rival is not None:
             rival, place.rival = place.rival[0], None
             self._refuse(rival, _taken(place))

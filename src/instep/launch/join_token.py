@@ -105,7 +105,9 @@ def credentials(gate: Address, token_file: Path) -> Credentials:
         sha256 = hashlib.sha256(token.text.encode()).hexdigest()
         if kept is None or kept.token != sha256 or not (kept.certificate or _has_key(kept)):
             kept = _Kept(sha256, token.authority, new_key())
-            _keep(file, kept)  # whoever asks again, also after a restart, asks with the same key
+            _keep(
+                file, kept
+            )  # a machine that asks again, also after a restart, asks with the same key
         if not kept.certificate:
             kept.certificate = _bought(gate, token, public_key(kept.key))
             _keep(file, kept)

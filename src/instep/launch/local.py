@@ -35,7 +35,7 @@ class LocalLauncher:
     Args:
         before: words of a command that runs the one after it, elsewhere or otherwise.
         lifeline: whether all that it starts ends with this process, and the memory that workers
-            leave too, though the run may go on.
+            leave too, though the run may continue.
     """
 
     def __init__(self, before: Sequence[str] = (), *, lifeline: bool = False) -> None:

@@ -15,7 +15,7 @@ SIGNAL = "USR1@60"
 """Which of them, and how many seconds before; `signal` in `launch.options`."""
 
 NEXT = ("requeue", "submit")
-"""How a run whose time was over goes on: in the same job or in another; `next` in
+"""How a run whose time was over continues: in the same job or in another; `next` in
 `launch.options`."""
 
 OURS = frozenset(

@@ -1,4 +1,4 @@
-"""The folder of a preparation: results of tasks while it goes on, shards when it has ended.
+"""The folder of a preparation: results of tasks while it runs, shards when it has ended.
 
 Results lie in `.preparing` within the folder that is asked for. A task's samples are `KEY.arrow`,
 and count once `KEY.done` is there, which is written last. Way in: `Folder`.

@@ -27,7 +27,7 @@ BEST = 5
 
 
 class TrialSoFar:
-    """A run that goes on: its step, and its last validation.
+    """A run in progress: its step, and its last validation.
 
     Args:
         run: its folder.

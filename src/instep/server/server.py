@@ -1,4 +1,4 @@
-"""What all servers do alike: have a part of the parameters, and go on through generations."""
+"""What all servers do alike: have a part of the parameters, and continue through generations."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Ask(msgspec.Struct, array_like=True):
     frozen: bool = False
     """Whether it wants no lease, but the parameters that are not trained, as the body."""
     unsure: int = -1
-    """Without a token: that of a push, on an earlier connection, of which it has not heard whether
+    """Without a token: that of a push, on an earlier connection, of which it does not know whether
     it was a commit; -1 if there was none."""
 
 
@@ -84,7 +84,7 @@ class Grant(msgspec.Struct, array_like=True):
     held_s: float = 0.0
     """How long there was nothing to lease."""
     ends: str = ""
-    """The rule by which the run has ended; empty while it goes on."""
+    """The rule by which the run has ended; empty while it continues."""
     finite: bool = True
     """Whether its last loss was."""
     since: int = -1

@@ -9,7 +9,8 @@ ranks, nor who has which voter, shows in a bit.
 A rank sends what its voters say together: the sum of their votes, in as few bits as that takes, to
 the rank that owns the stretch of the parameters. The owner adds up, and sends the signs to all.
 
-A voter's momentum belongs to the voter, and goes to whoever computes it next (`rounds/carried.py`).
+A voter's momentum belongs to the voter, and goes to the rank that computes it next
+(`rounds/carried.py`).
 
 Way in: `SignVote`.
 """
@@ -160,8 +161,8 @@ class SignVote(Carrying):
     def _collect(
         self, gives: Sequence[Mapping[int, int]], holds: Sequence[Sequence[CarriedPiece]]
     ) -> dict[int, Tensor]:
-        """What this rank's voters remember, from whoever has it; nothing of those that remember
-        nothing."""
+        """What this rank's voters remember, from the rank that has it; nothing of those that
+        remember nothing."""
         found, moves, made = dict[int, Tensor](), list[Move](), self.carried.made
         for rank, voters in enumerate(gives):
             for of in voters:

@@ -198,7 +198,7 @@ def write(
 
     Args:
         meeting: where to.
-        endpoint: has the credentials of whoever reads this, if there is no `authority`.
+        endpoint: has the credentials of the process that reads this, if there is no `authority`.
         authority: of the run, for processes that need certificates of their own.
         run: the name of its folder, if this process has it locked.
     """

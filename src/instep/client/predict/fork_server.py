@@ -82,7 +82,7 @@ class OwnServer:
         log = str(self.logs / f"worker-{number}.log")
         self.board.hub.send(self.peer, StartWorker(number=number, log=log))
 
-    def hears(self, now: float, message: object, known: Iterable[int]) -> None:
+    def take(self, now: float, message: object, known: Iterable[int]) -> None:
         """It has sent a message; workers that were stopped before they could connect are killed.
 
         Args:

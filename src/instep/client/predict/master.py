@@ -208,7 +208,7 @@ class PredictMaster:
         now = time.monotonic()
         if peer is self._server.peer:
             known = (process.system.pid for process in self._processes)
-            self._server.hears(now, message, known)
+            self._server.take(now, message, known)
             if isinstance(message, m.Exited):
                 self._exited(message)
             return

@@ -51,7 +51,7 @@ class DGC:
         self.densities = [density ** ((stage + 1) / STAGES) for stage in range(STAGES - 1)]
         self.densities.append(density)
         self.momentum, self.nesterov = 0.0, False
-        """What the optimizer would have applied; whoever makes the strategy takes it from there."""
+        """What the optimizer would have applied; the maker of the strategy takes it from there."""
 
     def stage(self, step: int) -> int:
         """Which of `densities` counts in a step of the run, from 1."""

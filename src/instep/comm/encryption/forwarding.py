@@ -199,7 +199,7 @@ class Forwarding:
                         near, (inside(self._number), port)
                     )
             except (OSError, PeerError, TimeoutError):
-                return  # and not a word to whoever it is
+                return  # and not a word to a stranger
             finally:
                 self._unproven.remove(task)
             await _carry(near, far, theirs, wanted[PORT.size :])

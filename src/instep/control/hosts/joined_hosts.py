@@ -1,8 +1,8 @@
 """Hosts that join a running run, and the client that starts them and looks after them.
 
 `instep join-run` brings them. The run has more workers while they are there. When their client
-wants to go, or is not heard from, other hosts take the workers over. How workers are started and
-placed is not known here.
+wants to go, or sends nothing any more, other hosts take the workers over. How workers are started
+and placed is not known here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEY = "joined-hosts"
 """Of what another master must know."""
 
 LOST_S = 5.0
-"""A client that is not heard from for so long has left."""
+"""A client that sends nothing for so long has left."""
 
 LEAVE_S = 20.0
 """How long hosts that are about to go are kept for workers that have not left them. It is less than

@@ -80,7 +80,7 @@ class Liveness:
 
     def _remote(self, worker: int, process: RemoteProcess, now: float) -> Observations:
         record = self.roster.worker(worker)
-        silent_s, heartbeat = now - record.last_heard(now), record.heartbeat
+        silent_s, heartbeat = now - record.silent_since(now), record.heartbeat
         if heartbeat is not None and worker in self.state().ready:
             if silent_s <= FLOOR_S and process.killed_at is None:
                 return

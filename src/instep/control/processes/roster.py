@@ -57,7 +57,7 @@ class WorkerRecord:
     peer: Peer | None = None
     process: Process | None = None
     """Under `instep.join`: of this machine only."""
-    heard: float | None = None
+    last_message: float | None = None
     """When it connected, or sent its last heartbeat."""
     heartbeat: m.Heartbeat | None = None
     """The last on its present connection."""
@@ -66,12 +66,12 @@ class WorkerRecord:
 
     def beats(self, heartbeat: m.Heartbeat, now: float) -> None:
         """A heartbeat has come."""
-        self.heard, self.heartbeat = now, heartbeat
+        self.last_message, self.heartbeat = now, heartbeat
 
-    def last_heard(self, now: float) -> float:
-        """When it was last heard from; from now on, if it never was."""
-        self.heard = now if self.heard is None else self.heard
-        return self.heard
+    def silent_since(self, now: float) -> float:
+        """When its last message came; from now on, if none ever did."""
+        self.last_message = now if self.last_message is None else self.last_message
+        return self.last_message
 
     def ended_since(self, now: float) -> float:
         """When it was first seen that it has ended, which it has."""
@@ -95,7 +95,11 @@ class WorkerRecord:
 
     def is_reached(self, now: float) -> bool:
         """Whether it is connected, and gave a sign of life lately."""
-        return self.peer is not None and self.heard is not None and now - self.heard < FLOOR_S
+        return (
+            self.peer is not None
+            and self.last_message is not None
+            and now - self.last_message < FLOOR_S
+        )
 
     @property
     def is_stopped(self) -> bool:
@@ -173,7 +177,7 @@ class Roster:
     def connect(self, peer: Peer, hello: m.Hello, now: float) -> None:
         """A worker's process has connected."""
         worker = self.worker(hello.number)
-        worker.peer, worker.heard, worker.heartbeat = peer, now, None
+        worker.peer, worker.last_message, worker.heartbeat = peer, now, None
         self.away.pop(hello.number, None)
 
     def introduce(self, hello: m.Hello) -> m.Hello:
@@ -197,7 +201,7 @@ class Roster:
     def forget(self, number: int) -> None:
         """A worker's process has ended: only its `Hello` is kept."""
         worker = self.worker(number)
-        worker.heard = worker.heartbeat = worker.seen_ended = None
+        worker.last_message = worker.heartbeat = worker.seen_ended = None
         self.away.pop(number, None)
         del self.unusable["worker", number]
 

@@ -49,7 +49,7 @@ class LoneMember(Member):
         """Nobody sends anything."""
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Tell an event to whoever made this."""
+        """Tell an event to the maker of this."""
         self._tell(name, fields)
 
     def warn(self, text: str) -> None:

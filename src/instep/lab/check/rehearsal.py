@@ -58,7 +58,7 @@ class Rehearsal(Training):
             findings.failed(self._reached, error)
 
     def _note(self, errors: Iterable[InstepError]) -> None:
-        """Note all of the reasons, and go on."""
+        """Note all of the reasons, and continue."""
         for error in errors:
             self._findings.refuse(error, "recipe")
 

@@ -146,7 +146,7 @@ class JobPlan(NamedTuple):
         }
 
     def commands(self) -> list[str]:
-        """Commands to go on with."""
+        """Commands to run next."""
         found, file = [], "JOB"
         best = self.ranking.best
         if best is not None:

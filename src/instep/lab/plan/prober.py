@@ -1,7 +1,7 @@
 """The program that probes: imports torch and the recipe once, and forks a crew for each way.
 
 What it is to do comes as one line of JSON on standard input, and each result leaves as one on
-standard output. It has threads of no kind, as a fork breaks them. Whoever has started it ends it.
+standard output. It has threads of no kind, as a fork breaks them. Its parent ends it.
 Way in: `main`; `probe.py` is the other side, and `crew.py` has the crews.
 """
 

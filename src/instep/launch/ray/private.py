@@ -119,7 +119,7 @@ def _free_port() -> int:
 
 @contextmanager
 def on_loopback(ray: Any) -> Iterator[None]:
-    """Have a cluster that is started listen on loopback alone: whoever reaches it can run programs.
+    """Have a cluster that is started listen on loopback alone: who reaches it can run programs.
 
     Ray has a setting for that, named after the systems where it is the default; it is read when
     Ray is imported. Without it a cluster listens on all networks.

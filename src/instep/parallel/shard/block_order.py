@@ -81,7 +81,7 @@ class BlockOrder:
         return before
 
     def _from_number(self, tensor: Tensor) -> Tensor:
-        """The same, with a backward pass that goes on to the number."""
+        """The same, with a backward pass that continues to the number."""
         return _behind(tensor, self._nothing) if tensor.is_floating_point() else tensor
 
     def _after(self, unit: ShardUnit) -> Callable[[nn.Module, Any, Any], None]:
@@ -135,7 +135,7 @@ class _Through(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """A tensor unchanged; its backward pass goes on to a number, and brings it no gradient."""
+    """A tensor unchanged; its backward pass continues to a number, and brings it no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, number: Tensor) -> Tensor:

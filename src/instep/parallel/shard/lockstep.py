@@ -43,7 +43,7 @@ class ShardUnit:
         self.inside = 0
         """Above 0 while it runs."""
         self.counting = False
-        """Whether a forward pass goes on; what runs later runs again, for checkpoints."""
+        """Whether a forward pass is under way; what runs later runs again, for checkpoints."""
 
     def begin_pass(self) -> None:
         """Forget the last pass."""

@@ -159,7 +159,7 @@ class Hosts:
         for peer, message in hub.receive(0.0):
             number = next((n for n, host in self._hosts.items() if host.peer is peer), None)
             if number is not None and message is not None:
-                yield from self._hears(number, message)
+                yield from self._take(number, message)
             elif number is not None:
                 self._lose(number, "its connection broke")
             elif message is not None and not (
@@ -245,7 +245,7 @@ class Hosts:
             body = msgspec.msgpack.encode(message)
             self._hosting.board.hub.send(peer, m.Carry(worker=worker, body=body))
 
-    def _hears(self, number: int, message: m.AnyMessage) -> Iterator[tuple[HostWorker, Answer]]:
+    def _take(self, number: int, message: m.AnyMessage) -> Iterator[tuple[HostWorker, Answer]]:
         host = self._hosts[number]
         host.silent_s = 0.0
         if not isinstance(message, m.Carry):

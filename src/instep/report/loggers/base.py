@@ -30,7 +30,7 @@ class Point(NamedTuple):
 class Logger(Protocol):
     """Made with the run's folder and its job; a resumed run continues what it wrote before.
 
-    It may raise whatever its library raises: it is closed then, and the run goes on without it.
+    It may raise whatever its library raises: it is closed then, and the run continues without it.
     """
 
     package: ClassVar[str]

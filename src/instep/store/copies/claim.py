@@ -1,7 +1,7 @@
 """Says who copies a run: the process that was the last to begin.
 
 A run that was restored on another machine copies into the folder of the one that it was restored
-from, which may still go on. Each would remove what the other has half written. So a process makes
+from, which may still write. Each would remove what the other has half written. So a process makes
 an object of its own, with a number above those that are there, and no longer copies or removes
 once there is a higher one. Way in: `Claim`.
 """

@@ -1,8 +1,8 @@
 """Objects below a URL of a file system: listed, read, written and removed.
 
 An object is written in one go, by an attempt that is given up when nothing moves any more. Such an
-attempt may still go on: it has a file of its own, so it can write only the bytes that it was to
-write. What the objects are for is known to `upload.py`. Ways in: `Objects`, `check_url`.
+attempt may still be under way: it has a file of its own, so it can write only the bytes that it was
+to write. What the objects are for is known to `upload.py`. Ways in: `Objects`, `check_url`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Hook(Residuals[Reduces]):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Call it for each bucket. All ranks have staged what is left before one goes on."""
+        """Call it for each bucket. All ranks have staged what is left before one continues."""
         assert self._is_complete(), "each bucket begins first"
         for number, values in enumerate(self._flats):
             if (left := self._add_left(number, values)) is not None:

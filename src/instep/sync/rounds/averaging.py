@@ -164,7 +164,7 @@ class Averaging:
         self._given[-1] = self._given[-1]._replace(predicted=probabilities)
 
     def prepare(self, step: int, scale: float) -> float:
-        """Every rank hears how far participants are apart, and gets what they remember."""
+        """Every rank is told how far participants are apart, and gets what they remember."""
         left = self._mean.prepare(step, scale)
         self._next_spread, mesh = None, self._mesh
         if not self._early and not self._hidden:

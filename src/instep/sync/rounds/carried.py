@@ -83,7 +83,7 @@ class Carried:
         self.held: dict[CarriedPiece, Tensor] = {}
         self.lost: dict[int, int] = {}
         """Participants that began anew because no rank held what they remembered, and the commit
-        that was of. Whoever reports them takes them out."""
+        that was of. The reader that reports them takes them out."""
         self._missing: dict[int, int] = {}  # the same, of those that `rows` found
         self._next: tuple[dict[CarriedPiece, Tensor], dict[int, int], dict[int, int]] | None = None
         self._memory: Memory | None = None
@@ -167,7 +167,7 @@ class Carried:
     def fetch(
         self, participants: Collection[int]
     ) -> tuple[dict[int, Tensor], list[list[CarriedPiece]]]:
-        """What these remember, from whoever has it; every rank calls it.
+        """What these remember, from the rank that has it; every rank calls it.
 
         Returns:
             By participant; nothing for one that remembers nothing. Not to be changed. And what

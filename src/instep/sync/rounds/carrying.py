@@ -46,7 +46,7 @@ class Carrying:
 
         Args:
             comm, generation: as for `Strategy.start`.
-            everyone: all ranks of the run, who go on together; None where nothing is remembered.
+            everyone: all ranks of the run, who continue together; None where nothing is remembered.
         """
         device = self._parameters[0].device
         if self._loaded is not None:

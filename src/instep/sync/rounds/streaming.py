@@ -1,4 +1,4 @@
-"""Streaming: parameters agree one fragment after the other, while participants go on.
+"""Streaming: parameters agree one fragment after the other, while participants compute.
 
 Douillard et al. 2025 (arXiv:2501.18512). Each participant has a model of its own all the time, and
 the ranks share another, the *shared* one. In a commit every participant takes its local steps, then
@@ -263,7 +263,7 @@ class Streaming(Carrying):
         return self._sums[fragment].agree(commit, number, ways, gives, self._holds, self._shares)
 
     def prepare(self, step: int, scale: float) -> float:
-        """Every rank hears how far participants are apart."""
+        """Every rank is told how far participants are apart."""
         self._next_shares = self._next_shares * scale
         for fragment in self._due:
             agreed = self._next[fragment]

@@ -71,7 +71,7 @@ class StepProfiler:
             self._step = None
 
     def _write(self, step: int) -> None:
-        """Write the trace into the run's folder; where it cannot be, the run goes on without."""
+        """Write the trace into the run's folder; without it, if that fails, the run continues."""
         member = self._member
         if not member.sees_run:
             member.warn(

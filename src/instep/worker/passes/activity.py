@@ -29,7 +29,7 @@ class Activity:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """In this context a pass only waits for other workers; whoever is lost in it, waits on."""
+        """In this context a pass only waits for other workers; one that is lost in it, waits on."""
         before, self.phase = self.phase, "exchange"
         yield
         self.phase = before

@@ -1,6 +1,6 @@
 """Which samples a run trains on in what order, and where its steps end: planned before it begins.
 
-Every process makes the same plan, from the job and from what it knows of the dataset. Whoever has
+Every process makes the same plan, from the job and from what it knows of the dataset. Data with
 steps of another size, or another order, has its say here. Way in: `plan_data`.
 """
 

@@ -1,4 +1,4 @@
-"""Agreement of one replica's processes around steps: on their generation, and to go on.
+"""Agreement of one replica's processes around steps: on their generation, and on continuing.
 
 A group of all workers may break for some of them and not for others; but what a replica computes,
 all its processes compute. So each asks the others before it continues.

@@ -1,7 +1,7 @@
 """Tests before the first step whether a checkpoint has all that optimizers and losses keep.
 
 An optimizer may count its steps in an attribute, or a loss remember embeddings of earlier batches.
-Whoever continues from a checkpoint then begins without that: a run that is resumed, a worker that
+What continues from a checkpoint then begins without that: a run that is resumed, a worker that
 is replaced or joins. So two steps are taken, saved, and loaded into what the recipe makes anew;
 further steps must move both alike. A loss over the global batch is called again on the same
 embeddings, after others. All of it happens on small copies (`stand_in.py`).
