@@ -15,6 +15,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGl
 
 from instep.comm.base import Work
 from instep.comm.direct import all_gather, begun, swap
+from instep.comm.pair import LARGEST, Pair, connected
 from instep.comm.torch_work import MessageWork, SumWork, TorchWork, Waiter, is_mine
 from instep.errors import PeerError
 
@@ -95,6 +97,29 @@ class TorchComm:
         self._waiter = Waiter()
         made = open_sockets() - before  # also what the user's own threads opened meanwhile
         self._sockets = {one for one in made if _is_of_group(*one, noted.values)}
+        self._pair: Pair | None = None
+        if size == 2 and not cuda and not self._apart:
+            self._pair = self._connected(address, timeout_s)
+
+    def _connected(self, address: str, timeout_s: float) -> Pair:
+        """Connect two ranks of one host for small sums.
+
+        Raises:
+            PeerError: the other rank went away, or does not come.
+        """
+        ends = time.monotonic() + timeout_s
+
+        def tell(tensor: Tensor, root: int) -> None:
+            self._broadcast(tensor, root, lambda: time.monotonic() > ends).wait()
+
+        try:
+            return connected(address, self._rank, tell)
+        except (OSError, PeerError) as error:
+            self.close()
+            if isinstance(error, PeerError):
+                raise
+            text = f"the two workers of a group did not connect: {error.strerror or error}."
+            raise PeerError(text, mine=True) from error
 
     @property
     def rank(self) -> int:
@@ -106,8 +131,10 @@ class TorchComm:
         """Processes of the group."""
         return self._size
 
-    def all_reduce(self, tensor: Tensor) -> TorchWork:
+    def all_reduce(self, tensor: Tensor) -> Work:
         """Begin a sum over the ranks."""
+        if self._pair is not None and tensor.nbytes <= LARGEST:
+            return self._pair.all_reduce(tensor)
         options = AllreduceOptions()  # a sum, unless told otherwise
         return self._begin(lambda group: group.allreduce([tensor], options))
 
@@ -142,9 +169,13 @@ class TorchComm:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy rank `root`'s tensor to every rank."""
+        self._broadcast(tensor, root, self._is_interrupted).wait()
+
+    def _broadcast(self, tensor: Tensor, root: int, until: Callable[[], bool]) -> TorchWork:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._begin(lambda group: group.broadcast([tensor], options)).wait()
+        work = self._started(lambda group: group.broadcast([tensor], options))
+        return TorchWork(work, None if self._in_stream else until)
 
     def send(self, tensor: Tensor, to: int) -> Work:
         """Begin to send to one rank."""
@@ -189,6 +220,8 @@ class TorchComm:
                     listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if os.fstat(end.fileno()).st_ino == inode and not listens:
                         end.shutdown(socket.SHUT_RDWR)
+        if self._pair is not None:
+            self._pair.interrupt()
 
     def close(self) -> None:
         """Leave the group and free its sockets.
@@ -206,6 +239,8 @@ class TorchComm:
         ends.start()
         ends.join(LAST_S)
         self.interrupt()
+        if self._pair is not None:
+            self._pair.close()
 
 
 def open_sockets() -> set[tuple[int, int]]:

@@ -19,7 +19,8 @@ from instep.errors import PeerError
 LOOK = timedelta(seconds=0.1)
 """How often a waiting thread checks whether the group was interrupted."""
 
-_INTERRUPTED = "the exchange was interrupted: the members change."
+INTERRUPTED = "the exchange was interrupted: the members change."
+"""Why a wait has ended before its time."""
 
 _MINE = (
     *(os.strerror(number) for number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE)),
@@ -57,7 +58,7 @@ class TorchWork:
                 return
             while not self._ends_soon():
                 if self._is_interrupted():
-                    raise PeerError(_INTERRUPTED)
+                    raise PeerError(INTERRUPTED)
         except RuntimeError as error:
             raise broken(error) from error
 
@@ -102,7 +103,7 @@ class MessageWork:
             self._ended = self._waiter.begin(self._wait)
         while not self._ended.wait(LOOK.total_seconds()):
             if self._is_interrupted():
-                raise PeerError(_INTERRUPTED)
+                raise PeerError(INTERRUPTED)
         if self._error is not None:
             raise self._error
 
