@@ -25,6 +25,8 @@ class Clock:
         parts = (
             self.load, self.forward, self.backward, self.wait, self.wire, self.update, self.save
         )  # fmt: skip
+        if min(parts) >= 0.0:
+            return self.begin, *parts
         return self.begin, *(max(0.0, part) for part in parts)
 
     @property

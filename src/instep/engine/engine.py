@@ -459,25 +459,24 @@ class Engine:
         staged, counts = self._staged, self.ends_step
         assert staged is not None, "nothing is staged"
         step, agreed, turn = staged.step, staged.agreed, self.turn
-        with self.passes.closed():
-            self.buffers.apply()
-            self.hand_out()
-            norms = list[float | None]()
-            turn.strategy.apply(lambda: norms.append(move(step)))
-            strange = [norm for norm in norms if norm is not None and not math.isfinite(norm)]
-            found = [None, *norms, *strange][-1]
-            turn.give()
-            self.buffers.after_update()
-            losses = (*self.state.progress.turns, agreed.loss)
-            not_finite = [loss for loss in losses if not math.isfinite(loss)]
-            agreed = agreed._replace(loss=[*losses, *not_finite[:1]][-1])
-            told = counts and agreed.stop
-            ends = told or (counts and self._ends(step, agreed, found))
-            losses = losses if len(self.turns) > 1 else ()
-            done = Commit(
-                step, agreed.loss, found, told, ends, agreed.skipped, agreed.saves, losses
-            )
-            self.state.commit(done, staged.where, self.assignment.records() if counts else ())
-            self._staged, self._in_doubt = None, False
-            turn.forget()
+        self.passes.close()
+        self.buffers.apply()
+        self.hand_out()
+        norms = list[float | None]()
+        turn.strategy.apply(lambda: norms.append(move(step)))
+        strange = [norm for norm in norms if norm is not None and not math.isfinite(norm)]
+        found = [None, *norms, *strange][-1]
+        turn.give()
+        self.buffers.after_update()
+        losses = (*self.state.progress.turns, agreed.loss)
+        not_finite = [loss for loss in losses if not math.isfinite(loss)]
+        agreed = agreed._replace(loss=[*losses, *not_finite[:1]][-1])
+        told = counts and agreed.stop
+        ends = told or (counts and self._ends(step, agreed, found))
+        losses = losses if len(self.turns) > 1 else ()
+        done = Commit(step, agreed.loss, found, told, ends, agreed.skipped, agreed.saves, losses)
+        self.state.commit(done, staged.where, self.assignment.records() if counts else ())
+        self._staged, self._in_doubt = None, False
+        turn.forget()
+        self.passes.open()
         return done

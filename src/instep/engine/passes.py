@@ -8,6 +8,7 @@ model sees the other samples of its batch (BatchNorm), draws random numbers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from instep.data.dealing import deal
@@ -79,16 +80,8 @@ def share_of(
     dealt are units of `shard` micro-batches that its ranks compute at once. The share is that of
     the replica, as if it were one worker; `part_of` says what each of its ranks has of a pass.
     """
-    dealt = deal_units(micro_batches, workers, speeds, shard)[rank]
-    units = [dealt[n : n + shard] for n in range(0, len(dealt), shard)]
-    if whole:
-        parts = [dealt] if dealt else []
-    elif merge and dealt:
-        largest = -(-micro_batches // (shard * workers))
-        merged = deal(len(units), -(-len(units) // largest))
-        parts = [dealt[part.start * shard : part.stop * shard] for part in merged]
-    else:
-        parts = units
+    dealt = deal_units(micro_batches, workers, speeds and tuple(speeds), shard)[rank]
+    parts = _passes_of(dealt, -(-micro_batches // (shard * workers)), merge, whole, shard)
     first, stop = positions_of(position, dealt, micro_batches)
     cuts = [positions_of(position, part, micro_batches) for part in parts]
     passes = [
@@ -97,6 +90,20 @@ def share_of(
         if high > low
     ]
     return Share(passes, first, stop)
+
+
+@lru_cache(maxsize=64)  # the same in most steps of a run
+def _passes_of(
+    dealt: range, largest: int, merge: bool, whole: bool, shard: int
+) -> tuple[range, ...]:
+    """The micro-batches of each pass of a worker; units of `shard`, at most so many in a pass."""
+    units = [dealt[n : n + shard] for n in range(0, len(dealt), shard)]
+    if whole:
+        return (dealt,) if dealt else ()
+    if not merge or not dealt:
+        return tuple(units)
+    merged = deal(len(units), -(-len(units) // largest))
+    return tuple(dealt[part.start * shard : part.stop * shard] for part in merged)
 
 
 def part_of(position: Position, micro_batches: int, whole: Pass, shard: int, rank: int) -> Pass:
@@ -153,13 +160,14 @@ def share_of_own(position: Position, parts: Sequence[Position], numbers: Sequenc
     return Share(passes, position.first, position.stop)
 
 
+@lru_cache(maxsize=64)  # the same in most steps of a run
 def deal_units(
-    micro_batches: int, workers: int, speeds: Sequence[float] | None = None, shard: int = 1
-) -> list[range]:
+    micro_batches: int, workers: int, speeds: tuple[float, ...] | None = None, shard: int = 1
+) -> tuple[range, ...]:
     """The micro-batches of each worker, where `shard` are dealt as one; the last may be fewer."""
     dealt = deal(-(-micro_batches // shard), workers, speeds)
     every = range(micro_batches)
-    return [every[part.start * shard : part.stop * shard] for part in dealt]
+    return tuple(every[part.start * shard : part.stop * shard] for part in dealt)
 
 
 def ranges_of(
@@ -170,7 +178,7 @@ def ranges_of(
     shard: int = 1,
 ) -> list[tuple[int, int]]:
     """Positions [first, stop) of each worker in the step at `position`; some may be empty."""
-    dealt = deal_units(micro_batches, workers, speeds, shard)
+    dealt = deal_units(micro_batches, workers, speeds and tuple(speeds), shard)
     return [positions_of(position, part, micro_batches) for part in dealt]
 
 

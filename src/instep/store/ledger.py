@@ -74,6 +74,8 @@ class Ledger:
         except BaseException:
             self._file.close()
             raise
+        own = os.fstat(self._file.fileno())
+        self._identity = own.st_dev, own.st_ino
         self._use = threading.Lock()
         self._released = False
         self.size_bytes = self._file.seek(0, os.SEEK_END)
@@ -137,18 +139,17 @@ class Ledger:
 
     def _check(self) -> None:
         """Refuse to write to a file that was changed, or that is no longer at its path."""
-        mine = os.fstat(self._file.fileno())
         try:
-            there = os.path.samestat(mine, os.stat(self._path))
+            found = os.stat(self._path)
         except FileNotFoundError:
-            there = False
-        if not there:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._identity:
             moved = f"{self._path} was removed, renamed or replaced during the run: "
             text = "what was trained on is no longer known."
             raise RunError(gone(self._path.parent) or moved + text)
-        if mine.st_size != self.size_bytes:
+        if found.st_size != self.size_bytes:
             raise RunError(
-                f"{self._path} has {mine.st_size} bytes, and {self.size_bytes} were written: the "
+                f"{self._path} has {found.st_size} bytes, and {self.size_bytes} were written: the "
                 "file was changed by another process, and what was trained on is no longer known."
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import accumulate, chain, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class Notes:
         """Notes of `blank` that were filled in, as one tensor, [size] float64."""
         values = [*chain.from_iterable(notes.values())]
         assert len(values) == self.size, notes
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.from_numpy(np.array(values, np.float64))  # three times as fast as torch.tensor
 
     def unpack(self, summed: Tensor) -> dict[str, list[float]]:
         """Numbers that `pack` gave on every worker, summed over them, by name."""

@@ -81,11 +81,12 @@ class StepPasses:
             self._to_strategy = True
             self._buffers.undo()
 
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """No pass begins in this context, nor ever again if it raises: parameters move."""
+    def close(self) -> None:
+        """No pass begins until `open`, nor ever again if that does not come: parameters move."""
         self._half_moved = True
-        yield
+
+    def open(self) -> None:
+        """Parameters have moved."""
         self._half_moved = False
 
     def begin(self, part: Pass, weight: float, *, last: bool, unit: int | None = None) -> None:
