@@ -91,6 +91,13 @@ def slow_worker(determinism: str) -> Ask:
     )
 
 
+def mixed_speeds(result: Any) -> Answer:
+    speeds = [[1.0, 1.0, 3.0], [1.0, 4.0]]
+    kept = [case(result, speeds=each)["of_speeds_once_dealt"] for each in speeds]
+    loads = [case(result, speeds=each)["load"] for each in speeds]
+    return found(kept, "", 2, f"at a load of {span(loads, 0)}")
+
+
 def slow_at_times(result: Any) -> Answer:
     kept = result["slow"]["bounded_stale"]["kept"]
     return found(kept["mean"], "", 3, f"95 %: {span((kept['low'], kept['high']), 3)}")
@@ -190,6 +197,14 @@ QUESTIONS = (
         "slow-worker",
         slow_worker("order"),
         "the sum of their speeds",
+    ),
+    Question(
+        "workers of unequal speed, at 1 : 1 : 3 and at 1 : 4: speed",
+        "slow_worker",
+        "mixed-speeds",
+        mixed_speeds,
+        "the sum of their speeds",
+        least=0.9,
     ),
     Question(
         "a worker is twice as slow a tenth of the time, `bounded_stale`: rate",

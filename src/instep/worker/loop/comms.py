@@ -13,15 +13,22 @@ from instep.comm.torch_comm import TorchComm
 from instep.engine.member import Member
 from instep.errors import PeerError
 from instep.system.processes import machine
+from instep.worker.loop.kinds import check_alike
 
 
 def make_comms(
     member: Member, device: torch.device, address: str = "127.0.0.1"
 ) -> tuple[Comm, Comm]:
     """The groups of this generation, listening on a local address: all members, and those that
-    have this one's place in their replicas; the same group, where a replica is one rank."""
+    have this one's place in their replicas; the same group, where a replica is one rank.
+
+    Raises:
+        PeerError: a member was lost meanwhile.
+        SpecError: the job cannot be trained on devices of several kinds, and these are.
+    """
     form, mesh = member.form, member.job.mesh
     assert form is not None
+    check_alike(member, device)
 
     def among(members: Sequence[int], prefix: str) -> Comm:
         if len(members) == 1:  # it moves nothing
