@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from questions.base import Answer, Ask, Question, case, found, noted, quartiles, span
+from questions.base import Answer, Ask, Question, beside, case, found, noted, quartiles, span
 
 OF_DDP = "plain PyTorch DDP, same model and data"
 
@@ -29,6 +29,15 @@ def startup(result: Any) -> Answer:
 def engine(result: Any) -> Answer:
     low, middle, high = statistics.quantiles(case(result, case="alone")["wall_us"])
     return found(middle, " microseconds", 0, f"quartiles {span((low, high), 0)}")
+
+
+def engine_before(name: str) -> Ask:
+    def ask(result: Any) -> Answer:
+        now, then = (case(result, case=each)["cpu_us"] for each in (name, f"{name}, beside"))
+        low, middle, high = statistics.quantiles(beside(now, then))
+        return found(middle, spread=f"{len(now)} turns, quartiles {span((low, high))}")
+
+    return ask
 
 
 def trial(what: str, places: int) -> Ask:
@@ -98,6 +107,22 @@ QUESTIONS = (
         "start to the first step", "startup", "startup", startup, "the time of `import torch`"
     ),
     Question("what the engine adds to a step, one process", "engine", "engine", engine),
+    Question(
+        "its processor time, one process",
+        "engine",
+        "engine-beside",
+        engine_before("alone"),
+        "the version of 2026-11-26",
+        most=0.6,
+    ),
+    Question(
+        "the same, each of two processes",
+        "engine",
+        "engine-beside",
+        engine_before("two"),
+        "the version of 2026-11-26",
+        most=0.6,
+    ),
     Question(
         "the trial before the first step, in steps of the model",
         "trial",
