@@ -2,9 +2,9 @@
 
     nice -n 10 python benchmarks/streams.py [--kills 50] [--resizes 10] [--only with_state] [--to X]
 
-Each kind of data is trained on by two workers while workers and loader processes are killed, until
-there were so many kills; and with stops after which the run is resumed with 1, 2, 3, 5 or 7
-workers; and undisturbed, for as many steps. The SHA-256 of
+Each kind of data is trained on while workers and loader processes are killed, and their number is
+changed to 2, 3, 5 or 7, each time after all have trained on since; then the run is stopped, and
+resumed with one worker; and another is not disturbed, for as many steps. The SHA-256 of
 the parameters is compared, the ledger is audited, and contents of samples are compared with a plain
 read. What gives each sample once (a socket, asked by eight parts) has no undisturbed twin: there,
 no sample may come twice, and a step that is computed again has the samples that it had.
@@ -150,18 +150,18 @@ content = "all"
 """
 
 DATA = {
-    "with_state": 'order = "windowed"\nwindow = 2048\nparts = 4',
-    "without_state": 'order = "windowed"\nwindow = 2048\nparts = 4',
-    "mixed": "window = 2048\nparts = 2\n[[data.sources]]\nname = 'web'\nweight = 0.7\n"
+    "with_state": 'order = "windowed"\nwindow = 512\nparts = 4',
+    "without_state": 'order = "windowed"\nwindow = 512\nparts = 4',
+    "mixed": "window = 512\nparts = 2\n[[data.sources]]\nname = 'web'\nweight = 0.7\n"
     "[[data.sources]]\nname = 'books'\nweight = 0.3",
-    "once": 'order = "windowed"\nwindow = 2048\nparts = 8\nonce = true',
+    "once": 'order = "windowed"\nwindow = 512\nparts = 8\nonce = true',
     "resample": 'balance = "resample"',
     "sampler": "",
 }
 """Kinds of data, and what the job says of each."""
 
 COUNT, WINDOW = 1_000_000, 512
-SIZES = (1, 2, 3, 5, 7)
+SIZES = (3, 5, 2, 7)
 WORKERS = 2
 MANY = 10**6
 """Steps of a run that is ended when all kills are done."""
@@ -239,26 +239,35 @@ class Runs:
             command = [sys.executable, "-m", "instep", *words]
             return subprocess.Popen(command, cwd=self.folder, stdout=-1, stderr=log)
 
-    def killed(self, name: str, run: subprocess.Popen[bytes], most: int) -> int:
-        """Kill workers and loader processes of a run until it ends, or so many were killed."""
-        path, draw, kills = self.folder / "runs" / name, random.Random(name), 0
-        processes, seen = Processes(path), (0, 0)
+    def disturbed(
+        self, name: str, run: subprocess.Popen[bytes], most: int, resizes: int
+    ) -> tuple[int, int]:
+        """Kill workers and loader processes of a run, and change how many there are, until it ends
+        or so many were killed. Returns how many were killed, and how often it was resized."""
+        path, draw, kills, resized = self.folder / "runs" / name, random.Random(name), 0, 0
+        processes, seen, size = Processes(path), (0, 0), WORKERS
         while run.poll() is None and kills < most:
             time.sleep(draw.uniform(0.05, 0.4))
             processes.update()
-            now = self._at_work(path)
-            known = [each for role in ("worker", "loader") for each in processes.of(role)]
-            if known and now[0] > seen[0] and now[1] > seen[1]:  # it has trained on since
-                each = draw.choice(known)
-                if send(each, signal.SIGKILL):
-                    kills, seen = kills + 1, (now[0] if each.role == "worker" else 0, now[1])
-        return kills
+            now = self._at_work(path, size)
+            if not (now[0] > seen[0] and now[1] > seen[1]):  # it has not trained on since
+                continue
+            if kills * resizes // most >= resized and resized < resizes:
+                size, resized = SIZES[resized % len(SIZES)], resized + 1
+                ended(self.instep("scale", f"runs/{name}", "--workers", str(size), "--json"))
+                seen = now
+                continue
+            every = [each for role in ("worker", "loader") for each in processes.of(role)]
+            known = [each for each in every if each.number < size]  # others are leaving
+            if known and send(each := draw.choice(known), signal.SIGKILL):
+                kills, seen = kills + 1, (now[0] if each.role == "worker" else 0, now[1])
+        return kills, resized
 
-    def _at_work(self, path: Path) -> tuple[int, int]:
-        """Number of the generation if all workers are in it, and bytes of the ledger."""
+    def _at_work(self, path: Path, size: int) -> tuple[int, int]:
+        """Number of the generation if so many workers are in it, and bytes of the ledger."""
         with suppress(OSError, ValueError, InstepError):
             told = RunFolder(path).named("generation_started")
-            if told and len(told[-1]["members"]) == WORKERS:
+            if told and len(told[-1]["members"]) == size:
                 return len(told), (path / "ledger.bin").stat().st_size
         return 0, 0
 
@@ -271,18 +280,6 @@ class Runs:
         audit = ended(self.instep("audit", f"runs/{name}", "--content", "--json"))
         contents = {key: audit["content"][key] for key in ("recorded", "compared", "wrong")}
         return told | {"contents": contents}
-
-    def resized(self, name: str, steps: int, resizes: int) -> dict[str, Any]:
-        """Stop a run so often, and resume it with another number of workers each time."""
-        each = steps // (resizes + 1)
-        found = ended(self.start(name, steps, f"train.stop_after_steps={each}"))
-        for number in range(resizes):
-            last = number == resizes - 1
-            more = [] if last else ["--set", f"train.stop_after_steps={each * (number + 2)}"]
-            size = str(SIZES[number % len(SIZES)])
-            resume = ("resume", f"runs/{name}", "--workers", size, "--json", *more)
-            found = ended(self.instep(*resume))
-        return found
 
 
 def _used_once(run: Path, steps: int) -> dict[str, Any]:
@@ -303,27 +300,23 @@ def ended(command: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 def disturbed(folder: Path, kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Compare runs that are disturbed with those that are not."""
-    runs = Runs(folder, kind)
-    run = runs.start(f"{kind}-killed", MANY)
-    did = runs.killed(f"{kind}-killed", run, args.kills)
-    run.send_signal(signal.SIGINT)
-    broken = runs.proof(f"{kind}-killed", ended(run))
-    steps = max(broken["steps"], args.resizes + 1)
-    again = runs.proof(f"{kind}-resized", runs.resized(f"{kind}-resized", steps, args.resizes))
-    found = {"kills": did, "resizes": args.resizes, "killed": broken, "resized": again}
+    """Compare a run that is disturbed with one that is not."""
+    runs, name = Runs(folder, kind), f"{kind}-disturbed"
+    run = runs.start(name, MANY)
+    kills, resizes = runs.disturbed(name, run, args.kills, args.resizes)
+    run.terminate()
+    stop = f"train.stop_after_steps={ended(run)['steps'] + 20}"
+    resume = ("resume", f"runs/{name}", "--workers", "1", "--json", "--set", stop)
+    last = ended(runs.instep(*resume))
+    proof = runs.proof(name, last)
+    found = {"kills": kills, "resizes": resizes, "resumes": 1, "run": proof}
     if kind == "once":
-        exact = [
-            each["due"] <= each["recorded"] == each["contents"] == each["pairs"]
-            for each in (broken["contents"], again["contents"])
-        ]
-        return found | {"same": all(exact)}
-    calm = {
-        each: ended(runs.start(f"{kind}-calm-{each}", each))["parameters_sha256"]
-        for each in {broken["steps"], steps}
-    }
-    same = all(calm[each["steps"]] == each["parameters_sha256"] for each in (broken, again))
-    return found | {"workers": sorted({WORKERS, *SIZES[: args.resizes]}), "same": same}
+        each = proof["contents"]
+        exact = each["due"] <= each["recorded"] == each["contents"] == each["pairs"]
+        return found | {"same": exact}
+    calm = ended(runs.start(f"{kind}-calm", last["steps"]))
+    same = calm["parameters_sha256"] == proof["parameters_sha256"]
+    return found | {"workers": sorted({1, WORKERS, *SIZES[:resizes]}), "same": same}
 
 
 def continued(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from questions.base import Answer, Question, found, noted, span
+from questions.base import Answer, Ask, Question, found, noted, span
 
 
 def data_parts(result: Any) -> Answer:
@@ -45,9 +45,14 @@ def parquet(result: Any) -> Answer:
 
 
 def memory(result: Any) -> Answer:
-    every = result["json_mb"]
-    spread = ", ".join(f"{size} {each}" for size, each in every.items())
-    return found(max(every.values()), " MB", 0, spread)
+    every = {name: result[f"{name}_mb"] for name in ("json", "csv") if f"{name}_mb" in result}
+    each = [f"{name.upper()} {_sizes(sizes)}" for name, sizes in every.items()]
+    most = max(mb for sizes in every.values() for mb in sizes.values())
+    return found(most, " MB", 0, "; ".join(each))
+
+
+def _sizes(mb: dict[str, float]) -> str:
+    return ", ".join(f"{size} {each:.0f}" for size, each in mb.items())
 
 
 def by_tokens(result: Any) -> Answer:
@@ -99,6 +104,27 @@ def planned_memory(result: Any) -> Answer:
     return found(every[most], " MB", 0, f"{len(every)} ways; the most has `{most}`")
 
 
+def disturbed(*kinds: str) -> Ask:
+    """How many kinds of data were trained on otherwise than planned, or than undisturbed."""
+
+    def ask(result: Any) -> Answer:
+        every = [result["results"][kind] for kind in kinds if kind in result["results"]]
+        if not every:
+            raise LookupError(f"none of {kinds}")
+        wrong = sum(not _as_planned(each) for each in every)
+        kills, sizes = (sum(each[key] for each in every) for key in ("kills", "resizes"))
+        return found(wrong, f" of {len(every)} ways", 0, f"{kills} kills, {sizes} other sizes")
+
+    return ask
+
+
+def _as_planned(each: Any) -> bool:
+    run = each["run"]
+    contents = run["contents"]  # of a stream that comes once they are in `same`
+    right = "wrong" not in contents or (contents["compared"] and not contents["wrong"])
+    return bool(each["same"] and right and not run["missing_samples"] + run["repeated_samples"])
+
+
 HUGGING_FACE = "Hugging Face `datasets`, two processes"
 
 QUESTIONS = (
@@ -126,7 +152,7 @@ QUESTIONS = (
         least=0.6,
     ),
     Question(
-        "JSON lines of 1 to 4 GB: most memory of a process",
+        "JSON lines and CSV of 1 to 4 GB: most memory of a process",
         "preparing",
         "preparing-memory",
         memory,
@@ -171,6 +197,24 @@ QUESTIONS = (
         planned_memory,
         most=100,
         unit=" MB",
+    ),
+    Question(
+        "streams, workers and readers killed, and in changing numbers: others than planned",
+        "planned",
+        "streams",
+        disturbed("with_state", "without_state", "mixed", "once"),
+        "an undisturbed run; a plain read",
+        most=0,
+        aim="none",
+    ),
+    Question(
+        "classes resampled, and a `WeightedRandomSampler`: the same",
+        "planned",
+        "streams",
+        disturbed("resample", "sampler"),
+        "an undisturbed run; a plain read",
+        most=0,
+        aim="none",
     ),
     Question(
         "classes of a batch in the windowed order: chi-square",
