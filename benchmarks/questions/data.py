@@ -125,6 +125,16 @@ def _as_planned(each: Any) -> bool:
     return bool(each["same"] and right and not run["missing_samples"] + run["repeated_samples"])
 
 
+def stream_continued(result: Any) -> Answer:
+    times = result["results"]["continued"]["with_state_s"]
+    return found(max(times), " s", 2, f"the longest of {len(times)}")
+
+
+def beside_states(result: Any) -> Answer:
+    told = result["results"]["continued"]
+    return found(told["bytes_beside_states"], " bytes", 0, f"{told['windows_kept']} states")
+
+
 HUGGING_FACE = "Hugging Face `datasets`, two processes"
 
 QUESTIONS = (
@@ -215,6 +225,22 @@ QUESTIONS = (
         "an undisturbed run; a plain read",
         most=0,
         aim="none",
+    ),
+    Question(
+        "a stream with a state is continued after 10^6 samples: time to the first",
+        "planned",
+        "streams",
+        stream_continued,
+        most=1,
+        unit=" s",
+    ),
+    Question(
+        "the same: what is kept of a part beside the states",
+        "planned",
+        "streams",
+        beside_states,
+        most=1000,
+        unit=" bytes",
     ),
     Question(
         "classes of a batch in the windowed order: chi-square",
