@@ -24,7 +24,7 @@ from instep.data.samples import last_read
 from instep.engine.gradients import Gradients
 from instep.engine.membership import RecordSender, RunStore
 from instep.engine.trial_result import Trial
-from instep.errors import InstepError
+from instep.errors import InstepError, PeerError
 from instep.job.spec import JobSpec
 from instep.lab.check import measures
 from instep.lab.check.lone_member import LoneMember
@@ -66,6 +66,10 @@ class ProbeMember(LoneMember):
         self.started = time.time()
         quiet = SimpleNamespace(add=lambda ledger, steps: None, flush=lambda: None)
         self.records = cast(RecordSender, quiet)
+
+    def broken(self, error: PeerError | None = None, *, holds: bool = False) -> None:
+        """End: there is no next group."""
+        raise error or PeerError("another process of the crew has ended")
 
     def store(self, group: str = "") -> Any:
         """The store by which they connect, or a group of them."""

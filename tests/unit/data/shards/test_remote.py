@@ -188,12 +188,13 @@ def test_a_server_that_falls_silent_is_given_up_and_asked_again(serve, tmp_path,
 
 
 def test_a_server_that_stays_silent_is_named(serve, monkeypatch):
+    dataset = shards(url(serve))  # reads the manifest while the server still answers
     monkeypatch.setattr(download, "STALL_S", 0.05)
     serve.faults = lambda _: "stall"
     with pytest.raises(
         DataError, match=r"0\.arrow cannot be read: nothing came for 0\.05 s.*7 times"
     ):
-        shards(url(serve))[0]
+        dataset[0]
 
 
 def test_what_a_killed_process_has_left_of_a_download_is_removed(serve, tmp_path):
