@@ -33,7 +33,9 @@ def given_up(worker, silent_s, copied):
         fellows=lambda number: frozenset([number]),
         whole=lambda numbers: numbers,
     )
-    workers = {n: WorkerRecord(peer=object(), heard=now, heartbeat=Heartbeat()) for n in everybody}
+    workers = {
+        n: WorkerRecord(peer=object(), last_message=now, heartbeat=Heartbeat()) for n in everybody
+    }
     workers[worker].beats(Heartbeat(), now - silent_s)
     hosts = Hosts(
         turn=lambda now: [],
