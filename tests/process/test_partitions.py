@@ -233,9 +233,10 @@ def test_hosts_with_another_version_end_the_run_at_once_with_what_to_install(
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(Path(instep.__file__).parent, other / "instep")
-    messages = other / "instep" / "comm" / "protocol" / "messages.py"
-    text = re.sub(r"^VERSION = .*$", "VERSION = 1", messages.read_text(), flags=re.M)
-    messages.write_text(text)
+    file = other / "instep" / "comm" / "protocol" / "process_messages.py"
+    text, count = re.subn(r"^VERSION = .*$", "VERSION = 1", file.read_text(), flags=re.M)
+    assert count == 1
+    file.write_text(text)
     hosts = [f"env HOST={n} PYTHONPATH={other}" for n in range(2)]
     program = begin(start, tmp_path, hosts, "127.0.0.1", 2)
     assert program.end() == 5
