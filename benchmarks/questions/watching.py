@@ -16,6 +16,11 @@ def share(result: Any) -> Answer:
     return found(100 * watched["share_of_a_core"], " %", 1, memory)
 
 
+def memory(result: Any) -> Answer:
+    watched = result["watched"][-1]
+    return found(watched["memory_mb"], " MB", 0, f"{watched['pages']} pages")
+
+
 def listed(result: Any) -> Answer:
     many = result["many"]["listed"]
     spread = f"{many['cpu_s']} s of processor time; {many['again_s']} s once they are known"
@@ -54,6 +59,7 @@ QUESTIONS = (
         most=3,
         unit=" %",
     ),
+    Question("its memory", "dashboard", "dashboard", memory, most=80, unit=" MB"),
     Question(
         "a list of 1,000 runs, the first time", "dashboard", "dashboard", listed, most=1, unit=" s"
     ),

@@ -192,4 +192,6 @@ def make_app(runs: RunList, access: Access, executor: Executor) -> Guarded:
         Route("/api/alive", pages.alive, methods=["GET"]),
         Route("/api/compare", pages.compare, methods=["GET"]),
     ]
-    return Guarded(Starlette(routes=routes), access)
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False  # an address that is nearly one of ours is none
+    return Guarded(app, access)

@@ -81,7 +81,7 @@ def live_sections(run: LiveRun, state: str) -> dict[str, Any]:
 def settled_sections(folder: RunFolder) -> dict[str, Any]:
     """Parts of that of a run that has ended: `instep status --json` and `summary.json`."""
     status, summary = Status(folder.path), summarise(folder)
-    mark, text = verdict_of(summary)
+    mark, text = verdict_of(summary, over=True)
     proof = prove(folder)
     audit = {key: value for key, value in proof.as_table().items() if key != "epochs"}
     audit["untiled_steps"] = len(proof.untiled)

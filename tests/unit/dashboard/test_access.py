@@ -261,7 +261,9 @@ def test_random_requests_are_refused_and_do_no_harm(server):
             )
         }
         status, _, body = server.ask(path, method, draw.randbytes(9), **headers)
-        assert status >= 400 or (body.startswith((b"<!doctype", b"")) and b"row " not in body)
+        assert status >= 400 or (
+            status == 200 and path[1:2] in ("", "?", "s") and b"row " not in body
+        )
     assert server.ask("/api/alive", cookie=cookie)[0] == 200
 
 

@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+from instep.cli import main
 from instep.dashboard.serve import beside
 from instep.events import read_events
+from instep.report.figures.summary import summarise
 from instep.report.page.page import write_report
 from instep.store.run_folder import RunFolder
 from made_up_runs import BEGIN_S, make_run, write_events
@@ -73,6 +75,31 @@ def test_runs_are_listed_filtered_opened_and_compared(opened):
     go(opened, "#/compare/one/other", "figure[data-drawn]")
     assert "workers" in opened.locator("table").inner_text()
     assert opened.said == []
+
+
+def test_each_figure_of_a_run_is_the_one_that_status_and_summary_have(opened, runs, capsys):
+    assert main(["status", str(runs / "failed"), "--json"]) == 0
+    told, summary = json.loads(capsys.readouterr().out), summarise(RunFolder(runs / "failed"))
+    go(opened, "#/run/failed", "figure[data-drawn]")
+    names, values = (opened.locator(f"dl.tiles {each}").all_inner_texts() for each in ("dt", "dd"))
+    shown = {
+        name: float(value.replace(",", "").split(" ")[0])
+        for name, value in zip(names, values, strict=True)
+    }
+    wanted = {
+        "step": told["step"],
+        "training loss": summary["loss"],
+        **{f"validation {name}": value for name, value in told["validation"].items()},
+        "samples per second": summary["samples_per_second"],
+        "took": summary["seconds"],
+        "workers": summary["workers"],
+    }
+    assert shown == pytest.approx(wanted, rel=1e-2)
+    assert (told["step"], told["validation"]) == (summary["steps"], summary["metrics"])
+    go(opened, "#/", "td.name a")
+    row = opened.locator("tr", has=opened.get_by_role("link", name="failed", exact=True))
+    assert row.locator(".steps").inner_text().startswith(str(told["step"]))
+    assert row.locator(".state").inner_text().endswith(told["state"])
 
 
 def test_a_search_and_the_pool_have_pages_that_lead_to_their_runs(opened):

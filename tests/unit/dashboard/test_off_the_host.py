@@ -1,13 +1,17 @@
-"""The page over HTTPS on an address that other machines reach, and beside connections that idle."""
+"""The page over HTTPS on an address that other machines reach, beside connections that idle, and
+under requests that make no sense."""
 
 import http.client
 import json
+import random
+import re
 import resource
 import socket
 import ssl
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections import Counter
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
@@ -134,3 +138,78 @@ def test_two_thousand_idle_connections_keep_nobody_out(runs):
             assert process.memory_info().rss < 150e6
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+METHODS = ("GET", "GET", "GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "X", "")
+PATHS = (
+    *("/", "/static/page.js", "/session", "/api/stream", "/api/alive", "/api/compare", "*"),
+    *("/static/..%2f..%2fapp.py", "//", "/api/../", "/api/stream?run=one", "/logs/worker-0.log"),
+    *("/api/compare?run=one", "/runs/one/job.toml", "/%00", "/etc/passwd", "http://127.0.0.1/"),
+)
+NAMES = ("Host", "Origin", "Cookie", "Sec-Fetch-Site", "Content-Type", "Expect", "Upgrade", "Te")
+
+
+def letters(draw, most):
+    return bytes(draw.choices(range(256), k=draw.randint(0, most)))
+
+
+def request(draw, host):
+    """A random one; most of them are well formed, and none has a session."""
+    kind = draw.random()
+    if kind < 0.02:
+        return letters(draw, 300)
+    path = draw.choice(PATHS).encode()
+    if draw.random() < 0.5:
+        path += (
+            draw.choice((b"/", b"?", b"&run=", b"%2e%2e/", b"\\"))
+            + letters(draw, 12).hex().encode()
+        )
+    given = [(b"Host", host.encode())] if draw.random() < 0.95 else []
+    for _ in range(draw.randint(0, 3)):
+        value = draw.choice((letters(draw, 20), host.encode(), b"same-origin", b"instep-8600=a.b"))
+        value = value.translate(None, b"\r\n") if kind < 0.9 else value
+        given.append((draw.choice(NAMES).encode(), value))
+    body = letters(draw, 40) if draw.random() < 0.3 else b""
+    size = len(body) if kind < 0.95 else draw.randint(0, 60)
+    given.append((b"Content-Length", str(size).encode()))
+    first = draw.choice(METHODS).encode() + b" " + path + b" HTTP/1.1\r\n"
+    return first + b"".join(b"%s: %s\r\n" % each for each in given) + b"\r\n" + body
+
+
+def answers(address, sent):
+    """What comes back of some requests that are sent over one connection, up to its end."""
+    with socket.create_connection(address, 30) as made:
+        with suppress(ConnectionError):
+            made.sendall(sent)
+            made.shutdown(socket.SHUT_WR)
+        found = b""
+        with suppress(ConnectionError):
+            while piece := made.recv(1 << 16):
+                found += piece
+        return found
+
+
+def test_a_hundred_thousand_random_requests_get_nothing_of_a_run_and_do_no_harm(runs):
+    draw = random.Random(43)
+    with Served(runs) as server:
+        cookie = server.log_in().partition(";")[0]
+        host, _, port = server.host.rpartition(":")
+        address, said, sizes = (host, int(port)), Counter(), []
+        keeper = psutil.Process(server.process.pid)
+        served = [keeper, *keeper.children()]
+        for number in range(50_000):
+            found = answers(address, request(draw, server.host) + request(draw, server.host))
+            said.update(re.findall(rb"HTTP/1.1 (\d+)", found))
+            for of_a_run in (b"digits.py:recipe", b"run_started", b'"sections"', b"root:"):
+                assert of_a_run not in found
+            if number in (5000, 49_999):
+                sizes.append(sum(each.memory_info().rss for each in served))
+        assert server.ask("/api/alive", cookie).status == 200
+        stream = server.ask("/api/stream", cookie)
+        assert any(b"row one" in stream.readline() for _ in range(4))
+        assert [each.pid for each in keeper.children()] == [served[1].pid]
+        assert served[1].num_fds() < 64
+        assert sizes[1] < sizes[0] + 10e6
+    assert {code for code in said if code < b"400"} <= {b"200"}
+    assert said[b"200"] < sum(said.values()) / 4
+    assert sum(said.values()) > 50_000

@@ -324,9 +324,10 @@ def exactness_words(summary: dict[str, Any]) -> str:
     return f"each {often}{left_out}"
 
 
-def verdict_of(summary: dict[str, Any]) -> tuple[str, str]:
-    """How the run ended: `good`, `calm` or `bad`, and a sentence."""
-    mark, opening = _ENDINGS.get(summary["outcome"], ("calm", "Still running, or cut short"))
+def verdict_of(summary: dict[str, Any], *, over: bool = False) -> tuple[str, str]:
+    """How the run ended: `good`, `calm` or `bad`, and a sentence; `over` if nothing trains."""
+    unknown = "calm", "Cut short" if over else "Still running, or cut short"
+    mark, opening = _ENDINGS.get(summary["outcome"], unknown)
     rule = f" by {summary['rule']}" if summary["rule"] and summary["outcome"] == "stopped" else ""
     why = f": {summary['rule_text']}" if summary["rule_text"] else ""
     sentence = f"{opening}{rule} after {readable_seconds(summary['seconds'])}{why}."
