@@ -42,6 +42,13 @@ def page(result: Any) -> Answer:
     return found(result["page_bytes_compressed"] / 1000, " kB", 0)
 
 
+def back(result: Any) -> Answer:
+    seen = result["results"][0]
+    within = f"{seen['within_2_s']} of {seen['kills']} within 2 s"
+    spread = f"median {seen['back_s']['median']:.1f} s, {within}"
+    return found(seen["back_s"]["most"], " s", 1, spread)
+
+
 QUESTIONS = (
     Question(
         "from a committed step to the curve on the canvas",
@@ -76,5 +83,13 @@ QUESTIONS = (
         page,
         most=120,
         unit=" kB",
+    ),
+    Question(
+        "server, master or run is killed: the page is right again, at most",
+        "dashboard",
+        "dashboard-kills",
+        back,
+        most=2,
+        unit=" s",
     ),
 )
