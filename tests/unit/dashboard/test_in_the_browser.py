@@ -139,7 +139,7 @@ def test_the_hosts_of_a_pool_have_a_table_with_their_state_and_jobs(opened):
     table = opened.locator("table").last
     assert table.locator("th").all_inner_texts()[:3] == ["host", "state", "busy"]
     cells = table.locator("tbody td").all_inner_texts()
-    assert (cells[0], cells[2], cells[4:]) == (ATTACK, "3 of 4", ["6.0 GB of 8.0 GB", "net 3"])
+    assert (cells[0], cells[2], cells[4:]) == (ATTACK, "3 of 4", ["6 GB of 8 GB", "net 3"])
     assert re.fullmatch(r"drained since 2023-11-1\d \d\d:\d\d:\d\d", cells[1])
     opened.evaluate("document.body.lastChild.remove()")
 
