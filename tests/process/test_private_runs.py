@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.process
 pytest.importorskip("dp_accounting")
 
 PLANTED = struct.pack("<f", 1234.56789)
-STEPS_OF_A_RUN = 12
+STEPS_OF_A_RUN, MANY_STEPS = 12, 2000
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +34,18 @@ def one_secret(tmp_path, monkeypatch):
     monkeypatch.setattr(secret_files, "new_secret", lambda: bytes(range(32)))
 
 
-def trained(folder: Path, workers: int, watch=None, stop_after: int = 0, **privacy) -> Run:
+def trained(
+    folder: Path, workers: int, watch=None, stop_after: int = 0, steps=STEPS_OF_A_RUN, **privacy
+) -> Run:
     table = {
         "name": f"of-{workers}",
         "recipe": f"{RECIPES / 'private.py'}:recipe",
         "workers": workers,
         "train": {
-            "steps": STEPS_OF_A_RUN,
+            "steps": steps,
             "stop_after_steps": stop_after,
             "global_batch": 32,
-            "micro_batches": 6,
+            "micro_batches": 8,
             "determinism": "bits",
             "threads": 1,
         },
@@ -57,15 +61,40 @@ def killing_one(at: int):
     done: list[int] = []
 
     def watch(folder: Path) -> None:
-        steps = folder / "steps.bin"
-        if done or not steps.is_file() or read_records(steps, STEPS)["step"].max(initial=0) < at:
-            return
-        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-        pids = [e["pid"] for e in events if e["event"] == "worker_joined" and e["worker"] == 1]
-        done.append(pids[-1])
-        os.kill(pids[-1], signal.SIGKILL)
+        if not done and step_of(folder) >= at:
+            done.append(newest_pids(folder)[1])
+            os.kill(done[0], signal.SIGKILL)
 
     return watch
+
+
+def killing_many(kills: int, killed: set[int]):
+    """Kill one process of a worker after the other, each once the run has gone on."""
+    draw, reached = random.Random(kills), [0]
+
+    def watch(folder: Path) -> None:
+        step = step_of(folder)
+        if len(killed) >= kills or step <= reached[0]:
+            return
+        pid = draw.choice(list(newest_pids(folder).values()))
+        if pid not in killed:  # its successor may not be there yet
+            reached[0] = step
+            killed.add(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    return watch
+
+
+def step_of(folder: Path) -> int:
+    steps = folder / "steps.bin"
+    return int(read_records(steps, STEPS)["step"].max(initial=0)) if steps.is_file() else 0
+
+
+def newest_pids(folder: Path) -> dict[int, int]:
+    """Of each worker the process that came last."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return {e["worker"]: e["pid"] for e in events if e["event"] == "worker_joined"}
 
 
 @pytest.mark.tail
@@ -126,7 +155,19 @@ def test_a_run_that_was_stopped_is_resumed_on_another_number_of_workers_to_the_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 6])
+@pytest.mark.parametrize("workers", [2, 3, 7])
 def test_more_workers_give_the_bits_of_one(tmp_path, workers):
     alone, more = trained(tmp_path, 1), trained(tmp_path, workers)
     assert more.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, 7])
+def test_fifty_kills_leave_the_bits_and_publish_nothing_twice(tmp_path, workers):
+    alone, killed = trained(tmp_path, 1, steps=MANY_STEPS), set[int]()
+    often = trained(tmp_path, workers, killing_many(50, killed), steps=MANY_STEPS)
+    assert len(killed) == 50
+    assert often.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+    found = often.summary["privacy"]
+    assert (found["released"], found["released_again"]) == (MANY_STEPS, 0)
+    assert often.summary["repeated_samples"] == often.summary["missing_samples"] == 0
