@@ -270,6 +270,7 @@ def kill_members(
         How often each member was killed; the last may have been done already.
     """
     killed, idle, farthest = Counter[int](), 0, 0
+    hit_already = set[int]()  # on a slow machine one is hit again before its end is noticed
     while killed.total() < kills and program.process.poll() is None:
         time.sleep(draw.uniform(*pauses_s))  # the moment is what is drawn
         committed = int(program.ledger["step"].max(initial=0))
@@ -277,7 +278,8 @@ def kill_members(
         farthest = max(farthest, committed)
         if idle < most_idle:
             number, pid = draw.choice(list(newest_pids(program).items()))
-            hit = kill(pid)
+            hit = pid not in hit_already and kill(pid)
+            hit_already.add(pid)
             killed[number] += hit
             idle += hit
     return killed

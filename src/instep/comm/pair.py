@@ -48,8 +48,7 @@ class Pair:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._rank = connection, rank
-        self._arrives = select.poll()
-        self._arrives.register(connection, select.POLLIN)
+        self._number = connection.fileno()
         self._begun = deque[PairSum]()
         self._use = threading.Lock()
         self._room = torch.empty(_BYTES.size + 4096, dtype=torch.uint8)
@@ -72,7 +71,13 @@ class Pair:
             with self._use:
                 self._receive()
             if not begun.over:
-                self._arrives.poll(_LOOK_MS)
+                self._look(select.POLLIN)
+
+    def _look(self, events: int) -> None:
+        """Return once the connection is ready; several threads may wait at once."""
+        ready = select.poll()  # one object is for one thread at a time
+        ready.register(self._number, events)
+        ready.poll(_LOOK_MS)
 
     def _send(self, tensor: memoryview) -> None:
         size = _BYTES.pack(len(tensor))
@@ -84,9 +89,7 @@ class Pair:
                 else:
                     sent += self._connection.send(tensor[sent - len(size) :])
             except BlockingIOError:  # the other rank may be waiting for room, too
-                moves, arrives = select.poll(), self._receive()
-                moves.register(self._connection, select.POLLOUT | arrives * select.POLLIN)
-                moves.poll(_LOOK_MS)
+                self._look(select.POLLOUT | self._receive() * select.POLLIN)
             except OSError as error:
                 raise self._broken(error) from error
 

@@ -163,3 +163,37 @@ def test_strangers_that_call_first_are_hung_up_on(tmp_path):
     first, second = run_processes(2, greeted_by_strangers, tmp_path)
     assert (first[0], second[0]) == ([3.0] * 3, [3.0] * 3)
     assert second[1] == [True] * 3
+
+
+def test_two_threads_may_wait_at_once(pairs):
+    first, second = pairs
+    begun = [first.all_reduce(torch.ones(count)) for count in (3, 4)]
+    looks, both = [], threading.Event()
+    look = first._look
+
+    def told(events):
+        looks.append(threading.get_ident())
+        if len(set(looks)) == 2:
+            both.set()
+        look(events)
+
+    first._look = told
+    failed = []
+
+    def wait(one):
+        try:
+            one.wait()
+        except BaseException as error:
+            failed.append(error)
+            both.set()
+
+    threads = [threading.Thread(target=wait, args=(one,)) for one in begun]
+    for thread in threads:
+        thread.start()
+    assert both.wait(60)
+    for count in (3, 4):
+        second.all_reduce(torch.ones(count)).wait()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert [one.own.tolist() for one in begun] == [[2.0] * 3, [2.0] * 4]
