@@ -133,6 +133,20 @@ def test_sums_are_those_of_opacus(name):
         assert (mine * grid.unit - clipped).abs().max() < 1e-6
 
 
+def test_what_is_sent_back_to_a_layer_may_lie_column_by_column():
+    model, (inputs, _) = made("mlp")
+    targets = torch.randn(3, SAMPLES)
+    parameters = list(model.parameters())
+    grid = Grid(CLIP, sum(each.numel() for each in parameters), 60)
+    found = [
+        PerSample(model, parameters, lambda m, b: (m(b[0]) * b[1]).sum(), grid).sums(
+            [inputs, each], SAMPLES
+        )
+        for each in (targets.T, targets.T.contiguous())
+    ]
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_a_sample_changes_a_sum_by_no_more_than_the_sensitivity(scale):
     model, batch = made("mlp")

@@ -127,7 +127,8 @@ class LinearGradients:
         kept = torch.where((factors > 0).view(-1, 1), self._sent[:, 0], 0.0)
         scaled = (kept.to(torch.float64) * factors.view(-1, 1)).to(self._sent.dtype)
         if scaled.device.type == "cpu":
-            add_products(scaled.numpy(), self._read[:, 0].contiguous().numpy(), total.numpy())
+            both = (each.contiguous().numpy() for each in (scaled, self._read[:, 0]))
+            add_products(*both, total.numpy())
             return
         read = torch.where((factors > 0).view(-1, 1), self._read[:, 0], 0.0)
         _add(torch.mul(scaled.unsqueeze(2), read.unsqueeze(1)).round_(), total)
