@@ -174,7 +174,8 @@ class Rank:
     @staticmethod
     def _agreed_count(comm: Comm, limit_s: float, step_s: float, least: int, most: int) -> int:
         """Count the steps that there is time for; the same on every rank."""
-        told = torch.tensor([min(most, max(least, limit_s / max(step_s, 1e-6)))])
+        fitting = int(limit_s / max(step_s, 1e-6))
+        told = torch.tensor([min(most, max(least, fitting))])
         if comm.size > 1:
             comm.broadcast(told)
         return int(told.item())
