@@ -94,6 +94,9 @@ EVENTS = {
     "corruption_found": "step, workers (numbers of the wrong ones), suspects (numbers, if it "
     "is not known which), what (parameter, state, gradient), where, how, clean_step (from "
     "which the run continues; -1 if no worker has a copy: a went_back follows)",
+    "parameters_taken": "worker, tensors, size_bytes (that it took from the first rank, as its "
+    "machine had rounded them differently), apart (the largest distance, as a part of a tensor's "
+    "largest value)",
     "taken_from_host": "replica, step (a replica that was started again continues from the memory "
     "of its host: no other had the state)",
     "went_back": "resumed_step, path (of a checkpoint: no worker with the current state was left)",

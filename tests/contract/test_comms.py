@@ -12,6 +12,7 @@ from helpers import run_processes
 from instep.comm.alone import AloneComm
 from instep.comm.memory import MemoryComm, _Room, run_ranks
 from instep.comm.over_hosts import over_hosts
+from instep.comm.staged import StagedComm
 from instep.comm.torch_comm import LOOPBACK, TorchComm
 from instep.errors import PeerError
 
@@ -20,7 +21,7 @@ GROUPS = [
     ("alone", 1),
     *(("threads", 1), ("threads", 3), ("threads of two hosts", 4)),
     *(("processes", 2), ("processes", 3), ("processes of two hosts", 4)),
-    ("processes apart", 3),
+    *(("processes apart", 3), ("threads with GPUs", 3), ("processes of which one has a GPU", 3)),
 ]
 
 
@@ -147,6 +148,11 @@ def at_an_address(comm, body, make):
     return body(make(comm, range(comm.size), "apart"))
 
 
+def by_host_memory(comm, body, ranks):
+    """As some ranks with GPUs are among others; here their tensors are in host memory too."""
+    return body(StagedComm(comm) if comm.rank in ranks else comm)
+
+
 def in_group(kind, size, body, folder):
     if kind == "alone":
         return [body(AloneComm())]
@@ -156,6 +162,10 @@ def in_group(kind, size, body, folder):
         return run_processes(size, over_two_hosts, folder, body, Stores(folder))
     if kind == "processes apart":
         return run_processes(size, at_an_address, folder, body, Stores(folder, "127.0.0.2"))
+    if kind == "threads with GPUs":
+        return run_ranks(size, by_host_memory, body, range(size))
+    if kind == "processes of which one has a GPU":
+        return run_processes(size, by_host_memory, folder, body, [1])
     return run_ranks(size, body) if kind == "threads" else run_processes(size, body, folder)
 
 

@@ -1,18 +1,25 @@
 """Refuses workers that are not alike: other parameters, or datasets of other lengths.
 
-Each check is a few numbers that are compared with those of rank 0.
+Each check is a few numbers that are compared with those of rank 0. Parameters that machines of
+several kinds have rounded differently are those of rank 0 afterwards.
 """
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.errors import RecipeError
+from instep.errors import RecipeError, SpecError
 from instep.state.boxes import local
+from instep.state.digest import combined, digests
+
+ROUNDED = 1e-4
+"""Part of a tensor's largest value by which rounding moves its values at most, or four units in the
+last place of its type: a few such units for a random draw, more for a factorization."""
 
 
 def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
@@ -78,34 +85,118 @@ def _as_on_first(comm: Comm, device: torch.device, digest: int) -> bool:
     return float(first) == digest
 
 
-def check_parameters(model: nn.Module, comm: Comm, *, whole: bool = True) -> None:
-    """Compare a checksum of every parameter and buffer with those of the other workers; every
-    member calls it, also one that does not have the `whole` of the last commit.
+class Taken(NamedTuple):
+    """Tensors that a rank has taken from rank 0."""
+
+    tensors: int
+    size_bytes: int
+    apart: float
+    """The largest distance between two values of a tensor, as a part of its largest value."""
+
+
+@torch.no_grad()
+def align_parameters(
+    model: nn.Module, comm: Comm, *, whole: bool = True, exact: bool = False
+) -> Taken | None:
+    """Take the parameters and buffers of rank 0, where machines of several kinds have rounded them
+    differently. Nothing is sent where all are equal; every member calls it.
+
+    Args:
+        model: of this rank; what differs is replaced.
+        comm: the members.
+        whole: whether this one has all of the last commit; else it keeps what it has.
+        exact: whether the job wants equal bits, which such machines do not compute.
+
+    Returns:
+        What this rank has taken; None for nothing.
+
+    Raises:
+        RecipeError: the ranks have built other models, or values that no rounding explains.
+        SpecError: values are rounded differently, and are to be `exact`.
+        PeerError: a member went away meanwhile.
     """
     if comm.size == 1:
-        return
-    named = list(model.named_parameters()) + list(model.named_buffers())
+        return None
+    named = [*model.named_parameters(), *model.named_buffers()]
     device = named[0][1].device
-    own = torch.tensor([_checksum(tensor) for _, tensor in named], dtype=torch.float64)
-    size = torch.tensor([float(len(named))], dtype=torch.float64, device=device)
-    comm.broadcast(size)
-    if int(size) != len(named):
+    tensors = [local(tensor.detach()) for _, tensor in named]
+    found = digests(tensors)
+    own = torch.tensor([len(named), combined(found) >> 1], device=device)
+    first = own.clone()
+    comm.broadcast(first)
+    if int(first[0]) != len(named):
         raise RecipeError(
             f"the recipe built {len(named)} parameters and buffers on rank {comm.rank}, but "
-            f"{int(size)} on rank 0: it must build the same model in every process."
+            f"{int(first[0])} on rank 0: it must build the same model in every process."
         )
-    first = own.to(device, copy=True)  # on the CPU too: the broadcast overwrites it
+    differing = (first != own).any().long().reshape(1) * int(whole)
+    comm.all_reduce(differing).wait()
+    if not int(differing):
+        return None
+    told = torch.tensor(
+        [[digest >> 1, t.nbytes] for digest, t in zip(found, tensors, strict=True)], device=device
+    )
+    return _take([name for name, _ in named], tensors, told, comm, whole=whole, exact=exact)
+
+
+def _take(
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    told: Tensor,
+    comm: Comm,
+    *,
+    whole: bool,
+    exact: bool,
+) -> Taken | None:
+    """Replace those that differ somewhere; `told` has digest and bytes of each, [tensors, 2]."""
+    first = told.clone()
     comm.broadcast(first)
-    for (name, _), mine, theirs in zip(named, own.tolist(), first.tolist(), strict=True):
-        if mine != theirs and whole:
+    mine = (first != told).any(1) & whole
+    differing = mine.long()
+    comm.all_reduce(differing).wait()
+    taken = Taken(0, 0, 0.0)
+    for index in differing.nonzero().flatten().tolist():
+        name, tensor, differs = names[index], tensors[index], bool(mine[index])
+        if differs and first[index, 1] != tensor.nbytes:
             raise RecipeError(
-                f"{name!r} has other values on rank {comm.rank} than on rank 0: the recipe "
-                "draws from something that the job's seed does not set (time, process id, "
-                "an unseeded generator, the order of a set), or loads a file that is not the same "
-                "everywhere."
+                f"{name!r} takes {tensor.nbytes} bytes on rank {comm.rank}, but "
+                f"{int(first[index, 1])} on rank 0: the recipe must build the same model in every "
+                "process."
             )
+        values = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+        comm.broadcast(values.view(torch.uint8))
+        if not differs:
+            continue
+        apart = part_apart(tensor, values.view(tensor.shape))
+        _check_rounding(name, apart, tensor.dtype, comm.rank, exact=exact)
+        tensor.copy_(values.view(tensor.shape))
+        largest = max(taken.apart, apart)
+        taken = Taken(taken.tensors + 1, taken.size_bytes + tensor.nbytes, largest)
+    return taken if taken.tensors else None
 
 
-def _checksum(tensor: Tensor) -> float:
-    plain = local(tensor.detach()).to("cpu").contiguous().reshape(-1)
-    return float(zlib.crc32(plain.view(torch.uint8).numpy().data)) if plain.numel() else 0.0
+def part_apart(tensor: Tensor, first: Tensor) -> float:
+    """The largest distance of a tensor's values from others, as a part of the largest of these."""
+    unequal = tensor != first
+    if not unequal.any():
+        return 0.0
+    far = (tensor[unequal].double() - first[unequal].double()).abs().max()
+    return float(far / first.double().abs().max())
+
+
+def _check_rounding(name: str, apart: float, dtype: torch.dtype, rank: int, *, exact: bool) -> None:
+    """Refuse what no rounding explains; and what one does, where bits are to be equal."""
+    allowed = max(ROUNDED, 4 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+    if not apart <= allowed:
+        raise RecipeError(
+            f"{name!r} has other values on rank {rank} than on rank 0: the recipe "
+            "draws from something that the job's seed does not set (time, process id, "
+            "an unseeded generator, the order of a set), or loads a file that is not the same "
+            "everywhere."
+        )
+    if exact:
+        raise SpecError(
+            f"train.determinism = 'bits': {name!r} has other values on rank {rank} than on rank 0, "
+            f"by {apart:.1g} of its largest, so their machines round differently. Use hosts of one "
+            "kind, or train.determinism = 'order'."
+        )

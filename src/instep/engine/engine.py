@@ -37,7 +37,7 @@ from instep.comm.base import Comm
 from instep.comm.late_errors import LateErrors
 from instep.comm.protocol.messages import Form
 from instep.data.order import Position
-from instep.engine.alike import check_parameters
+from instep.engine.alike import align_parameters
 from instep.engine.assignment import Lockstep
 from instep.engine.clock import Clock
 from instep.engine.member import Member
@@ -237,11 +237,15 @@ class Engine:
 
         Raises:
             RecipeError: the workers built different parameters.
+            SpecError: their machines rounded them differently, and bits are to be equal.
             PeerError: a member went away meanwhile.
         """
         if compare:
             whole = not isinstance(self.turn.strategy, Scattered) or self.turn.strategy.whole
-            check_parameters(self.model, column, whole=whole)
+            exact = self._exact > 0
+            taken = align_parameters(self.model, column, whole=whole, exact=exact)
+            if taken is not None:
+                self.member.emit("parameters_taken", worker=self.member.number, **taken._asdict())
         self.assignment, form = assignment, assignment.form
         self.buffers = Buffers(self.model, parts=self._exact, alone=self._parts == 1)
         for observer in self.observers.values():

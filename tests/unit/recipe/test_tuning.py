@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from instep.comm.memory import run_ranks
-from instep.engine.alike import check_parameters
+from instep.engine.alike import align_parameters
 from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.job.start import StartSpec
 from instep.recipe.build import build
@@ -357,4 +357,4 @@ def test_a_file_that_is_not_the_same_for_all_workers_is_found_before_the_first_s
     save_file({**tensors, "body.1.running_mean": torch.ones(6)}, files[1])
     models = [built({"model": str(file)}).model for file in files]
     with pytest.raises(RecipeError, match=r"'body\.1\.running_mean' has other values on rank 1"):
-        run_ranks(2, lambda comm: check_parameters(models[comm.rank], comm))
+        run_ranks(2, lambda comm: align_parameters(models[comm.rank], comm))

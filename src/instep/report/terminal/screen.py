@@ -118,6 +118,10 @@ _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "scaled": lambda e: (
         f"changing from {e['before']} to {e['workers']} workers at one of the next steps"
     ),
+    "parameters_taken": lambda e: (
+        f"worker {e['worker']} took {plural(e['tensors'], 'tensor')} from rank 0: its machine had "
+        f"rounded them differently, by up to {e['apart']:.1g} of their largest values"
+    ),
     "taken_from_host": lambda e: (
         f"replica {e['replica']} continues from memory of its host, which had step "
         f"{readable_count(e['step'])}"

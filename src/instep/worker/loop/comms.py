@@ -9,11 +9,12 @@ import torch
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.over_hosts import over_hosts
+from instep.comm.staged import StagedComm
 from instep.comm.torch_comm import TorchComm
 from instep.engine.member import Member
 from instep.errors import PeerError
 from instep.system.processes import machine
-from instep.worker.loop.kinds import check_alike
+from instep.worker.loop.kinds import backend_for
 
 
 def make_comms(
@@ -28,7 +29,8 @@ def make_comms(
     """
     form, mesh = member.form, member.job.mesh
     assert form is not None
-    check_alike(member, device)
+    backend = backend_for(member, device)
+    device = device if backend == "nccl" else torch.device("cpu")
 
     def among(members: Sequence[int], prefix: str) -> Comm:
         if len(members) == 1:  # it moves nothing
@@ -50,6 +52,8 @@ def make_comms(
                 return among([form.members[rank] for rank in ranks], name)
 
             everyone = over_hosts(everyone, machine(), of_ranks)
+        if backend == "staged":
+            everyone = StagedComm(everyone)
         return everyone, everyone
     worker = form.members[form.rank]
     try:

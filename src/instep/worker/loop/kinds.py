@@ -1,22 +1,28 @@
 """Kinds of devices that the members of a generation compute on, where hosts may differ.
 
-Every member tells its own before their group forms. Ways in: `kind_of`, `check_alike`.
+Every member tells its own before their group forms. Ways in: `kind_of`, `backend_for`.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 
 from instep.engine.member import Member
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
+from instep.sync import servers_of
+
+Backend = Literal["gloo", "nccl", "staged"]
+"""How a rank moves tensors: on the CPU; on its GPU; from its GPU by way of host memory, by gloo."""
 
 
-def check_alike(member: Member, device: torch.device) -> None:
-    """Refuse devices of several kinds where the job cannot be trained on these.
+def backend_for(member: Member, device: torch.device) -> Backend:
+    """Choose how this member moves tensors, and refuse devices of several kinds where the job
+    cannot be trained on these.
 
     Args:
         member: of the generation that is about to connect; on one machine all are of one kind.
@@ -28,10 +34,29 @@ def check_alike(member: Member, device: torch.device) -> None:
     """
     own, form = kind_of(device), member.form
     if member.job.launch.count < 2 or form is None:
-        return
+        return backend_of([own], 0)
     keys = [f"kinds-{form.generation}/{rank}" for rank in range(len(form.members))]
     member.run_store.set(keys[form.rank], own.encode())
-    check_kinds(member.job, [member.run_store.get(key).decode() for key in keys])
+    kinds = [member.run_store.get(key).decode() for key in keys]
+    check_kinds(member.job, kinds)
+    return backend_of(kinds, form.rank)
+
+
+def backend_of(kinds: Sequence[str], rank: int) -> Backend:
+    """How one of the ranks moves tensors: all of them by gloo, unless each has a GPU.
+
+    Args:
+        kinds: of all ranks, as `kind_of` names them.
+        rank: one of them.
+    """
+    on_gpu = [_type_of(kind) == "cuda" for kind in kinds]
+    if all(on_gpu):
+        return "nccl"
+    return "staged" if on_gpu[rank] else "gloo"
+
+
+def _type_of(kind: str) -> str:
+    return kind.partition(":")[0]
 
 
 def kind_of(device: torch.device) -> str:
@@ -54,14 +79,36 @@ def check_kinds(job: JobSpec, kinds: Sequence[str]) -> None:
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), 0)
     if not other:
         return
-    who = f"rank 0 computes on {kinds[0]!r} and rank {other} on {kinds[other]!r}"
     if job.train.determinism == "bits":
         raise SpecError(
-            f"train.determinism = 'bits': {who}, and what they compute differs in the last bits. "
-            "Use hosts of one kind, or train.determinism = 'order'."
+            f"train.determinism = 'bits': {_two(kinds, other)}, and what they compute differs in "
+            "the last bits. Use hosts of one kind, or train.determinism = 'order'."
         )
-    if len({kind.partition(":")[0] for kind in kinds}) > 1:
+    first = _type_of(kinds[0])
+    other = next((rank for rank, kind in enumerate(kinds) if _type_of(kind) != first), 0)
+    if other and (what := next(_of_one_kind(job), "")):
         raise SpecError(
-            f"train.device = {job.train.device!r}: {who}, and gradients of CPUs and GPUs do not "
-            "meet in one group. Set train.device = 'cpu', or use hosts that all have GPUs."
+            f"{what}: {_two(kinds, other)}, and with both only whole gradients are summed. Leave "
+            "it out, set train.device = 'cpu', or use hosts that all have GPUs."
         )
+
+
+def _two(kinds: Sequence[str], other: int) -> str:
+    return f"rank 0 computes on {kinds[0]!r} and rank {other} on {kinds[other]!r}"
+
+
+def _of_one_kind(job: JobSpec) -> Iterator[str]:
+    """Name what keeps something on the device of each rank, or lets passes wait for others."""
+    sync = job.sync
+    if sync.rounds is not None or servers_of(sync) or sync.votes:
+        yield f"sync.name = {sync.name!r}"
+    if sync.codec != "none":
+        yield f"sync.codec = {sync.codec!r}"
+    if sync.own_state:
+        yield "[sync.options]"
+    if job.mesh.ranks > 1:
+        yield "[mesh]"
+    if job.privacy.protects != "nothing":
+        yield "[privacy]"
+    if job.train.batch_norm == "global":
+        yield "train.batch_norm = 'global'"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from instep.comm.base import Comm
 from instep.data.torch_loader import Unused
+from instep.engine.alike import part_apart
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.job.start import StartSpec
@@ -231,8 +232,7 @@ class Guard:
 
 
 def _apart(tensor: Tensor, comm: Comm) -> float:
-    """How far a tensor is from that of process 0, as a part of its largest value there."""
+    """How far a tensor is from that of process 0."""
     first = tensor.detach().clone().contiguous()
     comm.broadcast(first)
-    far = (tensor.double() - first.double()).abs().max()
-    return float(far / first.double().abs().max()) if far else 0.0
+    return part_apart(tensor, first)

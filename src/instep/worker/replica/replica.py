@@ -20,7 +20,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
 from instep.data.loader import Loader
-from instep.engine.alike import check_parameters
+from instep.engine.alike import align_parameters
 from instep.engine.member import Member
 from instep.errors import RecipeError
 from instep.state.boxes import MeshRank, holders, primary
@@ -87,7 +87,10 @@ class Replica:
             at = self._beside.index(member.number)
             self._batch_comm = TorchComm(store, at, mesh.same_batch, device=device, address=address)
         if all(self.gather(int(alike))):  # one process may have less memory
-            check_parameters(model, self.comm)
+            exact = member.job.train.determinism == "bits"
+            taken = align_parameters(model, self.comm, exact=exact)
+            if taken is not None:
+                member.emit("parameters_taken", worker=member.number, **taken._asdict())
         self._mesh, self._layout = mesh, told_layout(self.comm, layout, device)
         self.draws_by_block = self._layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
