@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plan import LOADS, job_for
+from plan import LOADS, SEEN, job_for
 from turns import write
 
 from instep.client.submit import run_job
@@ -44,7 +44,7 @@ def of_run(job: Any, way: TrainingWay) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[*LOADS], choices=[*LOADS])
+    parser.add_argument("--only", nargs="+", default=[*SEEN], choices=[*LOADS])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []

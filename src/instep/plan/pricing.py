@@ -15,6 +15,7 @@ from instep.plan import steps
 from instep.plan.intervals import is_seen, width
 from instep.plan.machine import ACKNOWLEDGED, BURST_S, HostLink, Machines
 from instep.plan.measured import CrewFigures, JobFigures, ProbedMachine
+from instep.plan.memory import worker_bytes
 from instep.plan.steps import BucketExchange, FullBucket, StepParts, WorkerPass
 from instep.plan.traffic import CODED, RING, rescaled, sent_by_server
 from instep.plan.ways import LEASED_WAYS, TrainingWay
@@ -159,7 +160,7 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
         ),
         0.0 if way.is_plain else size,
         sent_by_server(size, way.workers, way.servers) if way.servers else 0.0,
-        own.worker_bytes if own is not None else base.worker_bytes,
+        worker_bytes(way.codec, own or base, job.trained_bytes),
         own.server_bytes if own is not None else 0,
         way.samples or batch,
         batch,

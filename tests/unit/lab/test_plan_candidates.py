@@ -10,15 +10,15 @@ import pytest
 
 from instep.errors import SpecError, raise_first
 from instep.job import file as spec_file
-from instep.lab.plan.answers import SAVING_BYTES, CrewRequest, summed
+from instep.lab.plan.answers import SAVING_BYTES, CrewRequest, far_apart, merged, summed
 from instep.lab.plan.candidates import candidates, job_of
-from instep.lab.plan.crews import crews_for
+from instep.lab.plan.crews import crews_for, twice
 from instep.lab.plan.machine_file import read_machines
 from instep.lab.plan.plan import JobPlan, Question, _planned
 from instep.lab.plan.probe import probe
 from instep.plan.lines import plan_lines
 from instep.plan.machine import HostLink, Machines
-from instep.plan.measured import ProbedMachine
+from instep.plan.measured import CrewFigures, ProbedMachine
 from instep.plan.ways import TrainingWay
 from instep.privacy.refusals import repeated
 
@@ -273,6 +273,30 @@ def test_a_visit_that_others_disturbed_does_not_count_and_two_quiet_ones_are_ave
     quiet = of((0.06, 0.0), (0.13, 1.4), (0.08, 0.1))
     assert quiet.whole_s == pytest.approx(both.whole_s)
     assert quiet.visits == both.visits
+
+
+def test_of_three_visits_the_odd_one_does_not_count_and_two_that_differ_call_for_more():
+    def visit(whole_s):
+        return CrewFigures(2, codec="int8", whole_s=whole_s, visits=[whole_s])
+
+    other = CrewFigures(4, whole_s=1.0, visits=[1.0])
+    assert not far_apart([visit(0.10), other, visit(0.11), other])
+    assert far_apart([visit(0.06), other, visit(0.09)]) == {visit(0.06).key}
+    for odd in (0.02, 0.2):
+        crew, alone = merged([visit(0.06), other, visit(odd), visit(0.08)])
+        assert crew.whole_s == pytest.approx(0.07)
+        assert crew.visits == [0.06, 0.08]
+        assert alone == other
+
+
+def test_every_crew_without_a_mesh_takes_steps_twice_those_with_another_result_last(job):
+    own, machines = job(), Machines(1, 2)
+    requests = crews_for(candidates(own, machines, 2, meshes=True)[0], own, machines)
+    again = twice(requests)[len(requests) :]
+    assert {each.way.key for each in again} == {e.way.key for e in requests if not e.way.mesh}
+    coded = [each.way.codec != "none" for each in again]
+    assert any(coded)
+    assert coded == sorted(coded)
 
 
 def test_crews_of_emulated_hosts_are_on_their_links_unless_there_can_be_none(job):

@@ -3,13 +3,14 @@
 import msgspec
 import pytest
 
-from instep.plan import machine, pricing, steps
+from instep.plan import machine, memory, pricing, steps
 from instep.plan.machine import HostLink, Machines
 from instep.plan.measured import BucketShare, CrewFigures, JobFigures, PassTime, ProbedMachine
 from instep.plan.pricing import Measurements, price
 from instep.plan.ways import TrainingWay
 
 SIZE, RATE, LATENCY = 20e6, 1e9, 5e-3
+RESIDENT = 300_000_000
 PASSES_S, HALF = 0.1, BucketShare(0.5, 0.5)
 JOB = JobFigures(64, 8, 100, False, [PassTime(8, 0.1), PassTime(64, 0.8)], int(SIZE))
 
@@ -21,6 +22,7 @@ def crew(workers: int, servers: int = 0) -> CrewFigures:
     strategy = "server_sync" if servers else "all_reduce"
     buckets = [HALF, BucketShare(0.5, 1.0)]
     given = {**seconds, "whole_s": PASSES_S, "sent_bytes": sent, "buckets": buckets}
+    given["worker_bytes"] = RESIDENT
     return CrewFigures(workers, strategy, servers=servers, **given)  # type: ignore[arg-type]
 
 
@@ -34,8 +36,9 @@ def seconds(way: TrainingWay, hosts: int) -> float:
 
 
 def agrees() -> bool:
-    """Whether the wire of two ways is as long as closed forms say; half of a ring's bytes leave
-    after half of the pass, which is shorter than they take."""
+    """Whether the wire of two ways is as long as closed forms say, and what a codec carries over
+    takes memory; half of a ring's bytes leave after half of the pass, which is shorter than they
+    take."""
     second = RATE / 8 * 0.956
     half = 0.5 * 2 * 3 / 4 * SIZE / second + 2 * 3 * LATENCY
     passes = PASSES_S / 4
@@ -43,7 +46,10 @@ def agrees() -> bool:
     four = seconds(TrainingWay(4), 4) == pytest.approx(ring, rel=1e-3)
     last = 2 * 0.5 * SIZE / second  # of the second half, from two workers
     served = seconds(TrainingWay(2, "server_sync", servers=1), 3)
-    return four and 0.98 * last <= served <= 2 * (last + LATENCY)
+    coded = price(TrainingWay(4, codec="int8", same=False), KNOWN, Machines(4, 2))
+    assert coded is not None
+    carried = coded.worker_bytes == RESIDENT + 2 * SIZE  # nobody took steps with that codec
+    return four and carried and 0.98 * last <= served <= 2 * (last + LATENCY)
 
 
 FAULTS = {
@@ -56,6 +62,7 @@ FAULTS = {
     "packets have no headers": (machine, "PAYLOAD", 1.0),
     "everything is sent during the passes": (steps, "_full", lambda one, at: 0.0),
     "nothing is sent during the passes": (steps, "_full", lambda one, at: one.seconds),
+    "residuals take no memory": (memory, "SLOTS", 0),
     "the link is never full": (Machines, "seconds_on_link", lambda self, size: 0.0),
 }
 

@@ -1,6 +1,6 @@
 """Sums up what crews answered: figures of the job, of each crew, and of the machine.
 
-Nothing is started here. Ways in: `CrewRequest`, `summed`, `with_new`.
+Nothing is started here. Ways in: `CrewRequest`, `summed`, `merged`, `far_apart`, `with_new`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ _LOUDER = 0.2
 """Cores that others kept busy beside a visit, beyond those of the quietest one, from which on it
 does not count."""
 
+_FAR = 0.15
+"""How far two visits of a crew may be from each other before more are asked for, as a share."""
+
 
 class CrewRequest(NamedTuple):
     """A crew that is to take steps of a way."""
@@ -48,6 +51,8 @@ class Probed(NamedTuple):
     """Why there is nothing: the recipe cannot be built, or no process can take a step."""
     refused: Sequence[str] = ()
     """Why the recipe does not go with each of the other jobs; empty where it does."""
+    visits: Sequence[CrewFigures] = ()
+    """Each visit of each crew, in their order."""
 
 
 def summed(
@@ -70,13 +75,8 @@ def summed(
     one = min(told["ranks"], key=lambda each: each["rank"])
     verdict = msgspec.json.decode(one["trial"], type=Trial)
     figures = _of_job(job, one)
-    visits = dict[tuple[str, str, int, int, str], list[CrewFigures]]()
-    for number, request in enumerate(requests):
-        if number in found:
-            crew = of_crew(request, found[number])
-            visits.setdefault(crew.key, []).append(crew)
-    crews = [_merged(each) for each in visits.values()]
-    alone = [each for each in crews if each.workers == 1 and not each.failed]
+    visits = [of_crew(each, found[n]) for n, each in enumerate(requests) if n in found]
+    alone = [each for each in visits if each.workers == 1 and not each.failed]
     memory = _TrialMemory(
         max((each.worker_bytes for each in alone), default=0),
         one.get("tried_bytes", 0),
@@ -91,8 +91,8 @@ def summed(
         statistics.median(busy),
         statistics.median(kernels) / min(kernels) - 1,
     )
-    runs = [_of_a_run(each, memory) for each in crews]
-    return Probed(figures, runs, machine, verdict, refused=one.get("refused", ()))
+    visits = [_of_a_run(each, memory) for each in visits]
+    return Probed(figures, merged(visits), machine, verdict, "", one.get("refused", ()), visits)
 
 
 def _of_job(job: JobSpec, one: Mapping[str, Any]) -> JobFigures:
@@ -123,17 +123,37 @@ _LARGEST = (
 """A count that was taken while bytes were under way misses some."""
 
 
+def merged(visits: Sequence[CrewFigures]) -> list[CrewFigures]:
+    """Make one crew of all visits with the same way."""
+    by_way = dict[tuple[str, str, int, int, str], list[CrewFigures]]()
+    for each in visits:
+        by_way.setdefault(each.key, []).append(each)
+    return [_merged(each) for each in by_way.values()]
+
+
+def far_apart(visits: Sequence[CrewFigures]) -> set[tuple[str, str, int, int, str]]:
+    """Keys of the crews of which two visits say so different things that more are needed."""
+    times = dict[tuple[str, str, int, int, str], list[float]]()
+    for each in visits:
+        if not each.failed and each.whole_s > 0:
+            times.setdefault(each.key, []).append(each.whole_s)
+    return {key for key, took in times.items() if max(took) > (1 + _FAR) * min(took)}
+
+
 def _merged(visits: Sequence[CrewFigures]) -> CrewFigures:
     """One crew of several that took steps of the same way at different times.
 
     A visit that others disturbed more than another one says what a step takes beside them, and
-    does not count.
+    does not count; nor does, of three or more, the one that is furthest from their median.
     """
     whole = [each for each in visits if not each.failed]
     if len(whole) < 2:
         return (whole or list(visits))[0]
     least = min(each.others_busy for each in whole)
     quiet = [each for each in whole if each.others_busy <= least + _LOUDER]
+    if len(quiet) > 2:
+        middle = statistics.median(each.whole_s for each in quiet)
+        quiet.remove(max(quiet, key=lambda each: abs(each.whole_s - middle)))
     times = [seconds for each in quiet for seconds in each.visits]
     shares = [len(each.visits) / len(times) for each in quiet]
     figures: dict[str, Any] = {

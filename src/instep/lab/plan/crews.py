@@ -81,7 +81,7 @@ def plain_job(job: JobSpec) -> JobSpec:
 
 
 def twice(requests: Sequence[CrewRequest]) -> list[CrewRequest]:
-    """The crews, and then once more those with the same result, the last ones first: how far two
-    visits differ says more of a busy machine than the steps of one."""
-    again = [each for each in reversed(requests) if each.way.codec == "none" and not each.way.mesh]
-    return [*requests, *again]
+    """The crews, and then once more those without a mesh, the last ones with the same result first:
+    how far two visits differ says more of a busy machine than the steps of one."""
+    again = [each for each in reversed(requests) if not each.way.mesh]
+    return [*requests, *sorted(again, key=lambda each: each.way.codec != "none")]

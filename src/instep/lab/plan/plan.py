@@ -20,7 +20,7 @@ from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.lab.namespaces import NetworkError
 from instep.lab.netlab import bits_per_s, why_not
-from instep.lab.plan.answers import CrewRequest, Probed
+from instep.lab.plan.answers import CrewRequest, Probed, far_apart
 from instep.lab.plan.break_even import asked_at, measured_at
 from instep.lab.plan.candidates import Candidate, RefusedWay, candidates
 from instep.lab.plan.crews import crews_for, twice
@@ -37,7 +37,7 @@ from instep.plan.ways import TrainingWay
 from instep.words import listed, plural
 
 _LEAST_S = 8.0
-"""Seconds in which two ways that are close can take steps again, in turns."""
+"""Seconds in which ways that are close, or not sure, can take steps again, in turns."""
 
 _GUESSES = 2
 """How often steps are taken at the rate from which on it pays, each time nearer to it."""
@@ -198,11 +198,12 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
     found = planned(probed)
     if own_loop:
         return found
-    close = [each.way.key for each in found.ranking.undecided[:2]]
-    of_both = [each for each in requests if each.way.key in close]
+    close = {each.way.key for each in found.ranking.undecided[:2]}
+    unsure = far_apart(probed.visits) | (close if len(close) > 1 else set())
+    again = [each for each in requests if each.way.key in unsure]
     left = question.seconds - probed.machine.seconds
-    if len(of_both) > 1 and left >= _LEAST_S:
-        probed = visit_again(job, probed, of_both, left, say)
+    if again and left >= _LEAST_S:
+        probed = visit_again(job, probed, again, left, say)
         found = planned(probed)
     return found if no_links else _at_break_even(found, probed, requests, planned, say)
 

@@ -25,7 +25,7 @@ from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.lab.emulated import emulated_hosts
 from instep.lab.netlab import Network
-from instep.lab.plan.answers import CrewRequest, Probed, of_crew, summed, with_new
+from instep.lab.plan.answers import CrewRequest, Probed, merged, of_crew, summed
 from instep.plan.measured import CrewFigures, ProbedMachine
 from instep.system.environment import settings
 from instep.system.processes import interrupt, on_signals
@@ -73,11 +73,12 @@ def visit_again(
     Args:
         job, seconds, say: as for `probe`.
         probed: what was found.
-        requests: of two ways that are too close to tell apart.
+        requests: of ways that are too close to tell apart, or whose visits are far apart.
     """
     begin = time.time()
     again = visits_of(job, probed, [*requests, *reversed(requests)], seconds, say)
-    return after(probed, begin)._replace(crews=with_new(probed.crews, again))
+    visits = [*probed.visits, *again]
+    return after(probed, begin)._replace(crews=merged(visits), visits=visits)
 
 
 def visits_of(
