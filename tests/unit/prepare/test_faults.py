@@ -363,6 +363,13 @@ def test_a_record_that_cannot_be_used_is_left_out_and_named(name: str, folder: P
     source = "images" if file.startswith("images") else file
     assert source in job.first_bad[0]
     assert "\n" not in job.first_bad[0]
+    with pytest.raises(DataError) as caught:
+        made(ask(**{"sources": [source], **options, "unreadable": "stop", "to": "stopped"}))
+    said = str(caught.value)
+    assert wanted in said
+    assert source in said
+    assert re.search(r"To leave such records out.*--unreadable skip", said), said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("name", FILES)

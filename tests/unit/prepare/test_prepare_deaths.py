@@ -3,12 +3,17 @@
 import json
 import multiprocessing
 import os
+import shutil
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 import pytest
 from test_prepare import ask, made
 
+from instep.data.shards.manifest import read_manifest
+from instep.data.shards.writer import ShardFile
+from instep.errors import DataError
 from instep.prepare import plan
 from marks import slow, tail
 
@@ -16,6 +21,9 @@ pytestmark = pytest.mark.process
 
 CALLS = ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "fsync", "truncate")
 """Of the module `os`, which pathlib and shutil call too."""
+
+RENAMES = ("replace", "rename", "link")
+"""Those by which what was written gets its name."""
 
 OPTIONS = {
     "plain": {},
@@ -37,7 +45,7 @@ def one(samples):
 """
 
 
-def prepared(folder, options, number=0):
+def prepared(folder, options, number=0, names=CALLS):
     """Prepare, in a process of its own, which dies at a call: before it, or after it if below 0."""
     os.chdir(folder)
     plan.SMALLEST = 200
@@ -54,7 +62,7 @@ def prepared(folder, options, number=0):
             if calls == -number:
                 os._exit(DIED)
 
-    for name in CALLS:
+    for name in names:
         setattr(os, name, partial(counted, getattr(os, name)))
     made(ask(sources=["*.jsonl"], map="clean.py:record", shard_bytes=900, **options))
     os._exit(0)
@@ -77,6 +85,55 @@ def of(folder):
     return [kinds, *(manifest[name] for name in ("sha256", "samples", "bad", "bytes"))]
 
 
+def passes_for_whole(folder):
+    """What a preparation has left that others would read: all of it has to be whole."""
+    out = folder / "out"
+    files = [path for path in out.rglob("*.arrow") if not path.name.startswith(".")]
+    for path in files:
+        shard = ShardFile(path)
+        views = [*shard.between(0, len(shard))]
+        assert sum(each[0].rows for each in views) == len(shard)
+    for path in out.rglob("*.done"):
+        json.loads(path.read_text())
+    with suppress(DataError):
+        read_manifest(out)
+        return of(folder)
+    return None
+
+
+def raw(folder, rows=30):
+    """Write raw files and functions."""
+    (folder / "clean.py").write_text(FUNCTIONS)
+    for file in "ab":
+        lines = [json.dumps({"k": number % 5, "x": number}) + "\n" for number in range(rows)]
+        (folder / f"{file}.jsonl").write_text("".join(lines))
+
+
+def dies_at_each(tmp_path, options, every, signs, names=CALLS):
+    """Prepare again and again, dying at another call each time; how often it died.
+
+    What is left is whole, and the next command makes what an undisturbed one did.
+    """
+    assert ends(tmp_path, options) == 0
+    wanted = of(tmp_path)
+    deaths, number = 0, 1
+    while True:
+        again = tmp_path / f"{number}"
+        again.mkdir()
+        for path in [*tmp_path.glob("*.jsonl"), tmp_path / "clean.py"]:
+            os.link(path, again / path.name)
+        sign = signs[number % len(signs)]
+        if ends(again, options, sign * number, names) == 0:
+            return deaths
+        deaths += 1
+        left = passes_for_whole(again)
+        assert left is None or left[1:] == wanted[1:], f"died at call {number}"
+        assert ends(again, options) == 0
+        assert of(again) == wanted, f"died at call {number}"
+        shutil.rmtree(again)
+        number += every
+
+
 @pytest.mark.parametrize(
     ("name", "every", "signs"),
     [
@@ -90,24 +147,19 @@ def test_whatever_call_a_preparation_dies_at_the_next_one_makes_the_same(
     tmp_path, name, every, signs
 ):
     """Before the call where the sign is 1, after it where it is -1."""
-    (tmp_path / "clean.py").write_text(FUNCTIONS)
-    for file in "ab":
-        rows = [json.dumps({"k": number % 5, "x": number}) + "\n" for number in range(30)]
-        (tmp_path / f"{file}.jsonl").write_text("".join(rows))
-    assert ends(tmp_path, OPTIONS[name]) == 0
-    wanted = of(tmp_path)
-    deaths, number = 0, 1
-    while True:
-        again = tmp_path / f"{number}"
-        again.mkdir()
-        for path in [*tmp_path.glob("*.jsonl"), tmp_path / "clean.py"]:
-            os.link(path, again / path.name)
-        sign = signs[number % len(signs)]
-        if ends(again, OPTIONS[name], sign * number) == 0:
-            break
-        deaths += 1
-        assert ends(again, OPTIONS[name]) == 0
-        assert of(again) == wanted, f"died at call {number}"
-        number += every
+    raw(tmp_path)
+    deaths = dies_at_each(tmp_path, OPTIONS[name], every, signs)
     assert deaths > 100 // every - 1
     print(f"{name}: {deaths} deaths")
+
+
+@pytest.mark.slow
+def test_a_thousand_deaths_between_write_and_rename_leave_nothing_that_passes_for_whole(tmp_path):
+    deaths = 0
+    for number, options in enumerate(OPTIONS.values()):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        raw(folder, 200)
+        deaths += dies_at_each(folder, options, 1, (1,), RENAMES)
+    print(f"{deaths} deaths")
+    assert deaths >= 1000
