@@ -21,6 +21,7 @@ from torch.utils.data import ConcatDataset, Subset, random_split
 
 from instep.data.loader import Loader, Slice
 from instep.data.reading import template
+from marks import tail
 
 pytestmark = pytest.mark.process
 
@@ -74,6 +75,13 @@ class Plain(Lazy):
     def read(self, index):
         self.handle.seek(index * SIZE)
         return self.handle.read(SIZE)
+
+
+class Sendable(Plain):
+    """Leaves its open file behind where it is sent."""
+
+    def __getstate__(self):
+        return {**vars(self), "handle": None}
 
 
 class Zip(Lazy):
@@ -285,6 +293,25 @@ def test_the_process_that_forks_the_others_is_replaced_where_it_was_stopped(file
         os.kill(loader.pids[0], signal.SIGKILL)
         assert wrong([*batches, *loaded]) == ([], SAMPLES)
         assert loader._pool._template.pid != stopped
+
+
+@pytest.mark.parametrize("sendable", [False, tail(True)])
+def test_where_this_process_has_read_no_other_is_forked_from_it(file_of, sendable):
+    """Others come from an interpreter of their own; or this process reads, if they cannot."""
+    dataset, said = (Sendable if sendable else Plain)(file_of(Plain)), []
+    loader = Loader(dataset, seed=3, shuffle=False, processes=2, say=said.append)
+    with closing(loader):
+        loaded = load(loader, SLICES)
+        batches = [next(loaded)]
+        loader._fetch.content(7)
+        killed = [loader._pool._template.pid, *loader.pids]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert wrong([*batches, *loaded]) == ([], SAMPLES)
+        assert bool(loader.pids) == sendable
+        assert not {*loader.pids} & {*killed}
+    assert "is gone, and the dataset has been read here since. Now processes are" in said[0]
+    assert len(said) == (1 if sendable else 2)
 
 
 @pytest.mark.slow

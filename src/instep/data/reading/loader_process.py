@@ -37,6 +37,10 @@ class Stuck(Exception):
     """A loader process can never go on; the text says where it waits."""
 
 
+class NoFork(Exception):
+    """No process can be forked any more in which nothing has read; the text says why."""
+
+
 class LoaderProcess:
     """A process that reads what it is asked for; another takes its place when it dies."""
 

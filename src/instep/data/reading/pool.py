@@ -6,8 +6,9 @@ threads, process groups or an open CUDA context, in which nothing has read the d
 
 A process that can never go on, as it waits for a thread that the fork has not copied, is
 noticed (`stuck.py`), and so is one that has been at one read for very long. Then all processes
-come from an interpreter of their own (`fresh.py`); where that does not give the same sample, this
-process reads.
+come from an interpreter of their own (`fresh.py`), as they do where the process that forks them was
+killed and this one has read meanwhile; where that does not give the same sample, this process
+reads.
 
 A process that is killed is replaced and its slices are read again, which gives the same
 batches (`fetch.py`), any number of times as long as slices get read. Each process records
@@ -28,7 +29,7 @@ from instep.comm.protocol.messages import Whereabouts
 from instep.data.reading import wire
 from instep.data.reading.fetch import Slice
 from instep.data.reading.fresh import Packed
-from instep.data.reading.loader_process import SLOTS, LoaderProcess, Stuck
+from instep.data.reading.loader_process import SLOTS, LoaderProcess, NoFork, Stuck
 from instep.data.reading.process import Reply, Slot, Work
 from instep.data.reading.template import Say, Template, forked
 from instep.data.samples import last_read
@@ -101,6 +102,9 @@ class Pool:
         except DataError:
             self.close()
             raise
+        except NoFork as error:
+            self.close()
+            raise DataError(f"{error}.") from error
         self.ahead = processes * SLOTS - 1
 
     def _loader(self, number: int) -> LoaderProcess:
@@ -123,8 +127,9 @@ class Pool:
                 return self._template.start(number, self._of, connection, files)
             except PeerError as error:
                 if not self._unread() and self._packed is None:
-                    raise DataError(
-                        f"{error} Another cannot be made, as the dataset has been read here since."
+                    gone = f"the process that forks loader processes (pid {self._template.pid})"
+                    raise NoFork(
+                        f"{gone} is gone, and the dataset has been read here since"
                     ) from error
                 self._template.close()
                 self._template = Template(self._begin, self._say)
@@ -197,7 +202,12 @@ class Pool:
         try:
             reply, slot = loader.receive()
         except Stuck as stuck:
-            self._leave_forks(str(stuck))
+            self.trouble = f"a loader process could not continue: {stuck}"
+            self._leave_forks(f"{self.trouble}. A fork copies no threads of a library")
+            return
+        except NoFork as gone:
+            self.trouble = str(gone)
+            self._leave_forks(self.trouble)
             return
         if reply.ticket in self._dropped:
             self._dropped.discard(reply.ticket)
@@ -209,12 +219,11 @@ class Pool:
             tensors = wire.read(reply.places, slot.room(reply.size)) if reply.places else []
             self._batches[reply.ticket] = wire.unpack(reply.skeleton, tensors)
 
-    def _leave_forks(self, where: str) -> None:
+    def _leave_forks(self, why: str) -> None:
         """Have an interpreter of its own start all processes, or read here."""
-        self.trouble = f"a loader process could not continue: {where}"
         self._say(
-            f"{self.trouble}. A fork copies no threads of a library. Now processes are started "
-            "that are not forked from the worker; set data.loaders = 0 to read in the worker."
+            f"{why}. Now processes are started that are not forked from the worker; set "
+            "data.loaders = 0 to read in the worker."
         )
         self._template.close()  # and with it those that it has forked
         try:
