@@ -119,6 +119,7 @@ _NAMES = {
     "stratified": "`data.balance = 'stratified'`",
     "in_order": "`data.order = 'dataset'`",
     "sampler": "a `DataLoader` with a `WeightedRandomSampler`",
+    "draws": "a `DataLoader` whose [sampler draws](../guides/your-own-model.md#a-dataloader)",
     "length_sampler": "a `DataLoader` with a sampler by length",
     "own_data": "`sync.options.partition`",
     "start_after": "`sync.options.start_after`",

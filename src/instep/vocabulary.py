@@ -56,11 +56,12 @@ EVENTS = {
     "(samples of each side whose contents were compared; not when a run is resumed), duplicates "
     "(of those to validate on, how many are trained on too), example (one, and its twin), classes "
     "(how often each label is on each side, where the split needs labels)",
-    "data_balanced": "balance (of the job; or sampler, that of a DataLoader), names (of the "
-    "classes; empty if they are too many), before (samples of each; empty where they are not "
+    "data_balanced": "balance (of the job; or sampler, that of a DataLoader; or drawn), names (of "
+    "the classes; empty if they are too many), before (samples of each; empty where they are not "
     "counted), planned (positions of each in an epoch; of a million, where none is counted), "
     "class_weights (of each, in the loss), seen_least (how often a sample comes in an "
-    "epoch at least)",
+    "epoch at least); of a sampler digest (of its weights and numbers), and if it is drawn sampler "
+    "(what it draws)",
     "data_lengths": "tokens_per_batch (of the job; or null), sampler (of a DataLoader; or empty), "
     "window (samples that are sorted with each other), steps (of an epoch), mean (length of a "
     "sample), padding (share of it in the micro-batches of the first window), digest (of the "
@@ -183,6 +184,8 @@ _OWN_KINDS = {
     },
     **{("data_lengths", name): _NUMBER for name in ("mean", "padding")},
     ("data_lengths", "sampler"): _TEXT,
+    ("data_balanced", "sampler"): _TEXT,
+    ("data_balanced", "digest"): _WHOLE,
     **{("data_balanced", name): _LIST for name in ("names", "before", "planned", "class_weights")},
 }
 _KINDS_OF = {

@@ -264,6 +264,8 @@ def balance_in_words(event: Mapping[str, Any]) -> str:
     """`resample: samples of an epoch: a 150 -> 150, b 40 -> 150`, from `data_balanced`; or
     `sources: a 70 %, b 30 %`."""
     how, names = str(event.get("balance")), event.get("names") or []
+    if how == "drawn":
+        return str(event.get("sampler"))
     if how == "sampler" and not names:
         return f"{_AS_WISHED}, rounded down or up"
     if how == "stratified":

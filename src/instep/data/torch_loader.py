@@ -22,7 +22,6 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    WeightedRandomSampler,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -30,6 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from instep.data.order import Indices
 from instep.data.reading.streams.mixed import AnyStream
 from instep.data.reading.streams.stream import is_stream
+from instep.data.samplers.asked import EpochDraws, Wishes, draws_of, kind_of, sampler_of, wishes_of
 from instep.errors import RecipeError
 from instep.words import a_or_an, listed
 
@@ -64,15 +64,6 @@ class Grouped(NamedTuple):
     """[samples]."""
 
 
-class Wishes(NamedTuple):
-    """Weights that say how often samples are to come."""
-
-    weights: np.ndarray[Any, np.dtype[np.float64]]
-    """[samples], those of the sampler and no copy."""
-    positions: int
-    """In an epoch."""
-
-
 class LoaderParts(NamedTuple):
     """A dataset and how to read it, as the user gave them."""
 
@@ -89,15 +80,19 @@ class LoaderParts(NamedTuple):
 
     @property
     def wishes(self) -> Wishes | None:
-        """Wishes of a `WeightedRandomSampler`; None where there is none, or it is of a side of
-        the dataset."""
-        sampler = _sampler(self.loader) if self.loader is not None else None
-        if type(sampler) is not WeightedRandomSampler or self.whole is not None:
-            return None
-        weights = sampler.weights.detach().double().cpu().numpy()
-        if len(weights) != len(self.dataset):
-            return None
-        return Wishes(weights, sampler.num_samples)
+        """Wishes of a `WeightedRandomSampler` that draws with replacement; None where there is
+        none, or it is of a side of the dataset."""
+        return wishes_of(self._sampler, self.dataset) if self.whole is None else None
+
+    @property
+    def draws(self) -> EpochDraws | None:
+        """Numbers of samples that another sampler of torch draws for each epoch; None where it
+        takes each once, or is of a side of the dataset."""
+        return draws_of(self._sampler, self.dataset) if self.whole is None else None
+
+    @property
+    def _sampler(self) -> Any:
+        return sampler_of(self.loader) if self.loader is not None else None
 
     @property
     def grouped(self) -> Grouped | None:
@@ -105,7 +100,7 @@ class LoaderParts(NamedTuple):
         and has `lengths` of all samples; None where there is none, or it is of a side."""
         if self.loader is None or self.whole is not None:
             return None
-        for sampler in (self.loader.batch_sampler, _sampler(self.loader)):
+        for sampler in (self.loader.batch_sampler, self._sampler):
             lengths = getattr(sampler, "lengths", None)
             if isinstance(lengths, Sized) and len(lengths) == len(self.dataset):
                 return Grouped(type(sampler).__name__, lengths)
@@ -119,7 +114,7 @@ class LoaderParts(NamedTuple):
     @property
     def chosen(self) -> str:
         """Samples that a `SubsetRandomSampler` chooses, in words; empty where there is none."""
-        if self.loader is None or type(_sampler(self.loader)) is not SubsetRandomSampler:
+        if self.loader is None or type(self._sampler) is not SubsetRandomSampler:
             return ""
         samples, every = len((self.whole or self).dataset), len(self.loader.dataset)
         return f"the {samples:,} of {every:,} samples that its SubsetRandomSampler names, each once"
@@ -157,17 +152,17 @@ class LoaderParts(NamedTuple):
             name: of the field that holds it, such as `Recipe.train`.
             shuffled: whether each epoch has another order; None where nothing follows from it.
             batch: samples of a step.
-            planned: whether a `WeightedRandomSampler`, and samplers by length, are taken for what
+            planned: whether samplers of torch that draw, and those by length, are taken for what
                 they mean.
             tokens: of a step, where these decide how many samples it has.
         """
         if self.loader is None:
             return
         of = f"{name}'s DataLoader"
-        sampler, batches = _sampler(self.loader), self.loader.batch_sampler
+        sampler, batches = self._sampler, self.loader.batch_sampler
         stream = isinstance(self.loader.dataset, IterableDataset)
         grouped = planned and self.grouped is not None
-        if _kind(batches) is not BatchSampler and not grouped:
+        if kind_of(batches) is not BatchSampler and not grouped:
             yield Unused(
                 f"{of} has a batch_sampler ({type(batches).__name__}), which is not used: every "
                 "sample comes once in an epoch, in batches of train.global_batch",
@@ -175,7 +170,8 @@ class LoaderParts(NamedTuple):
             )
         else:
             yield from _unused_size(of, batches, batch, tokens)
-        often = stream or grouped or (planned and self.wishes is not None)
+        drawn = planned and (self.wishes is not None or self.draws is not None)
+        often = stream or grouped or drawn
         if not often and not self._every_sample_once(sampler):
             divides = type(sampler) is DistributedSampler  # only, between processes
             yield Unused(
@@ -183,7 +179,7 @@ class LoaderParts(NamedTuple):
                 "comes once in an epoch",
                 "" if divides else _HOW_OFTEN,
             )
-        elif not often and _kind(batches) is BatchSampler:
+        elif not often and kind_of(batches) is BatchSampler:
             yield from _unused_order(of, sampler, shuffled)
         yield from _unused_drop(of, batches)
         if self.loader.generator is not None:
@@ -206,7 +202,7 @@ class LoaderParts(NamedTuple):
         """Whether an epoch uses each sample of what is read once."""
         if type(sampler) is SubsetRandomSampler:  # what it leaves out is not read
             return True
-        if _kind(sampler) is RandomSampler:
+        if kind_of(sampler) is RandomSampler:
             once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         else:
             once = type(sampler) is SequentialSampler
@@ -239,26 +235,12 @@ def _unused_order(of: str, sampler: Any, shuffled: bool | None) -> Iterator[Unus
             "from the job's seed. Set data.order = 'dataset' for the order of the dataset"
         )
     elif type(sampler) is not SequentialSampler and shuffled is False:
-        random = _kind(sampler) is RandomSampler
+        random = kind_of(sampler) is RandomSampler
         yield Unused(
             f"{of} has {'shuffle = True' if random else 'a SubsetRandomSampler'}, which "
             "is not used to shuffle: data.order = 'dataset' takes the samples in the "
             "order of the dataset. Leave that out for another order in each epoch"
         )
-
-
-def _sampler(loader: Any) -> Any:
-    """The sampler; a batch sampler that the user gave has its own."""
-    batches = loader.batch_sampler
-    return batches.sampler if _kind(batches) is BatchSampler else loader.sampler
-
-
-def _kind(sampler: Any) -> type:
-    """Its class; torch's for what torchdata's `StatefulDataLoader` has in the place of that."""
-    kind = type(sampler)
-    if kind.__module__ != "torchdata.stateful_dataloader.sampler":
-        return kind
-    return {"BatchSampler": BatchSampler, "RandomSampler": RandomSampler}.get(kind.__name__, kind)
 
 
 def columns_in(dataset: Any) -> str:
@@ -294,7 +276,7 @@ def unpack_loader(given: Any) -> LoaderParts:
             "samples, from which it makes batches"
         )
     dataset = given.dataset
-    sampler = _sampler(given)
+    sampler = sampler_of(given)
     if type(sampler) is SubsetRandomSampler:
         dataset = Subset(dataset, list(sampler.indices))
     return LoaderParts(

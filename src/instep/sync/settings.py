@@ -123,6 +123,7 @@ SETTINGS = {
         "data.balance = {job.data.balance!r}", lambda job, _: bool(job.data.balance)
     ),
     "sampler": Setting("a DataLoader with a WeightedRandomSampler", _loader_has("wishes")),
+    "draws": Setting("a DataLoader whose sampler draws for each epoch", _loader_has("draws")),
     "sources": Setting("data.sources", lambda job, _: bool(job.data.sources)),
     "iterable": Setting(
         "a stream (IterableDataset)",

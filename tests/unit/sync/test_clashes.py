@@ -59,6 +59,7 @@ JOBS = {
     "parts": {"data": {"order": "windowed", "parts": 4}},
     "balance": {"data": {"balance": "resample"}},
     "sampler": {},
+    "draws": {},
     "iterable": {},
     "sources": {"data": {"sources": [{"name": "a"}]}},
     "once": {"data": {"once": True}},
@@ -133,6 +134,7 @@ def asking_for(*names):
             table[section] = keys
     train = SimpleNamespace(
         wishes=[2.0, 1.0] if "sampler" in names else None,
+        draws=[5] if "draws" in names else None,
         grouped=[5, 4] if "length_sampler" in names else None,
         streams="iterable" in names,
     )

@@ -9,38 +9,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from instep.data.balance import (
     ClassOrder,
     InProportion,
     Members,
-    Wished,
     class_weights,
     planned_counts,
 )
 from instep.data.batches import Batches
-from instep.data.class_codes import CountedCodes
 from instep.data.lengths import ByLength
 from instep.data.mixture import JoinedSources
-from instep.data.order import AnyOrder, Indices, Order, steps_in_epoch
+from instep.data.order import AnyOrder, Order
 from instep.data.reading.streams.mixed import MixedStreams
 from instep.data.shard_sizes import shards_or_blocks
-from instep.data.splits.columns import Classes, Column
-from instep.data.step_sizes import EvenSizes
-from instep.data.torch_loader import LoaderParts, Wishes
 from instep.data.weighted import HowSampled, SampleWeights
 from instep.data.windowed import Windowed
 from instep.engine.member import Member
-from instep.errors import DataError, RecipeError, SpecError
+from instep.errors import DataError, RecipeError
 from instep.job.spec import JobSpec
 from instep.recipe.losses import check_reweightable
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
-from instep.worker.reading.data_split import MOST_CLASSES, listed_values, named_column
+from instep.worker.reading.known_classes import known_classes, told_of_classes
 from instep.worker.reading.mixed_streams import told_of
+from instep.worker.reading.planned_samplers import as_drawn, as_wished
 from instep.worker.reading.planned_sources import planned_sources
-from instep.worker.reading.sample_lengths import lengths_of, whole_of
+from instep.worker.reading.sample_lengths import lengths_of
 
 
 class PlannedData(NamedTuple):
@@ -77,7 +71,7 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
     """
     samples, given = len(recipe.train), recipe.given["train"]
     if given.wishes is not None and not job.data.balance:
-        return _wished(job, recipe, given.wishes)
+        return PlannedData(*as_wished(job, recipe, given.wishes))
     planned = PlannedData(Batches.of_job(job, samples))
     if isinstance(recipe.train, MixedStreams):
         return planned._replace(balanced=told_of(recipe.train))
@@ -86,6 +80,8 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
         planned = PlannedData(Batches.of_job(job, order.samples), HowSampled(order), told)
     if job.data.balance:
         planned = _balanced(job, recipe, samples)
+    elif given.draws is not None:
+        planned = PlannedData(*as_drawn(job, given.draws, samples))
     if job.train.tokens_per_batch is not None or given.grouped is not None:
         return _by_length(job, recipe, planned)
     return planned
@@ -93,11 +89,11 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
 
 def _balanced(job: JobSpec, recipe: Recipe, samples: int) -> PlannedData:
     how, data = job.data.balance, job.data
-    classes = _classes(job, recipe, samples)
+    classes = known_classes(job, recipe, samples)
     if how == "reweight":
         check_reweightable(recipe.loss, recipe.compute_loss)
         weights = class_weights(classes.counts, data.weights)
-        told = _told(how, classes, classes.counts, weights.tolist())
+        told = told_of_classes(how, classes, classes.counts, weights.tolist())
         own = HowSampled(weights=SampleWeights(weights, classes.codes))
         return PlannedData(Batches.of_job(job, samples), own, told)
     members = Members(classes.codes)
@@ -115,77 +111,8 @@ def _balanced(job: JobSpec, recipe: Recipe, samples: int) -> PlannedData:
     return PlannedData(
         Batches.of_job(job, order.samples),
         HowSampled(order, repeats_alone=how == "augment"),
-        _told(how, classes, counts, []),
+        told_of_classes(how, classes, counts, []),
     )
-
-
-class _Classes(NamedTuple):
-    codes: CountedCodes
-    names: list[str]
-    """A name for each; empty if they are too many."""
-
-    @property
-    def counts(self) -> Indices:
-        return self.codes.counts
-
-
-def _classes(job: JobSpec, recipe: Recipe, samples: int) -> _Classes:
-    """The classes of the samples to train on: looked up where they lie, if that can be."""
-    named = job.data.labels or recipe.labels
-    whole, chosen = whole_of(recipe.train)
-    if isinstance(named, str) and hasattr(whole, "labels_in") and (read := whole.labels_in(named)):
-        some = read if chosen is None else lambda indices: read(chosen[indices])
-        codes, labels = CountedCodes.of_column(some, samples)
-        return _Classes(codes, [*map(str, labels)] if len(labels) <= MOST_CLASSES else [])
-    classes = Classes.of(labels_of(job, recipe), samples)
-    few = len(classes.names) if len(classes.names) <= MOST_CLASSES else 0
-    names = [classes.shown(code).strip("'") for code in range(few)]
-    return _Classes(CountedCodes.of_array(classes.codes), names)
-
-
-def _told(how: str, classes: _Classes, planned: Indices, weights: list[float]) -> dict[str, Any]:
-    """Fields of the event `data_balanced`."""
-    names = classes.names
-    return {
-        "balance": how,
-        "names": names,
-        "before": classes.counts.tolist() if names else [],
-        "planned": planned.tolist() if names else [],
-        "class_weights": weights if names else [],
-        "seen_least": int((planned // classes.counts).min()),
-    }
-
-
-def _wished(job: JobSpec, recipe: Recipe, wishes: Wishes) -> PlannedData:
-    """Plan what a `WeightedRandomSampler` asks for."""
-    if job.data.order != "global":
-        raise SpecError(
-            f"data.order = {job.data.order!r}, and Recipe.train's DataLoader has a "
-            "WeightedRandomSampler: samples that come as often as it says are in an order of "
-            "their own. Set data.order = 'global', or give the dataset itself."
-        )
-    if not (wishes.weights.min() >= 0 and 0 < wishes.weights.sum() < float("inf")):
-        raise RecipeError(
-            "Recipe.train's DataLoader has a WeightedRandomSampler with a weight below 0 or "
-            "not finite, or with no weight above 0. Give numbers from 0, and some above."
-        )
-    order = Wished(wishes.weights, job.seed, wishes.positions)
-    commit = job.per_commit
-    steps = steps_in_epoch(order.samples, commit.global_batch)
-    sizes = EvenSizes(steps, commit.micro_batches, order.positions)
-    told = _told_of_sampler(job, recipe, order)
-    return PlannedData(Batches.of_job(job, order.samples, sizes), HowSampled(order), told)
-
-
-def _told_of_sampler(job: JobSpec, recipe: Recipe, order: Wished) -> dict[str, Any]:
-    """Fields of the event; with classes where the user says them and no sample has to be read."""
-    named = job.data.labels or recipe.labels
-    told: dict[str, Any] = {"names": [], "before": [], "planned": [], "class_weights": []}
-    if named is not None and not callable(named):
-        classes = _classes(job, recipe, len(recipe.train))
-        planned = np.rint(order.of_classes(classes.codes)).astype(np.int64)
-        told = _told("sampler", classes, planned, [])
-    return {**told, "balance": "sampler", "seen_least": int(order.least)}
 
 
 def _by_length(job: JobSpec, recipe: Recipe, planned: PlannedData) -> PlannedData:
@@ -261,37 +188,22 @@ def say_balance(member: Member, planned: PlannedData) -> None:
     if member.checkpoint is None:
         member.emit("data_balanced", **planned.balanced)
         return
-    before = RunFolder(member.run).last("data_balanced")
+    before, changed = RunFolder(member.run).last("data_balanced"), ""
     for field in ("before", "planned"):
         if before and before[field] and before[field] != planned.balanced[field]:
-            raise DataError(
+            changed = (
                 f"the {_MIXED.get(before['balance'], 'classes')} of the training set have changed "
                 f"since the run was started: {before[field]} samples then, "
-                f"{planned.balanced[field]} now, so other samples would come. Put data and job "
-                "back as they were; or start a new run from the model "
-                f"of this one: --set start.model={member.run}"
+                f"{planned.balanced[field]} now"
             )
-
-
-def labels_of(job: JobSpec, recipe: Recipe) -> Column:
-    """The class of each sample to train on.
-
-    Raises:
-        RecipeError: nobody says it, or the dataset has no such column.
-    """
-    parts: LoaderParts = recipe.given["train"]
-    dataset, named = parts.dataset, job.data.labels
-    given = named if named and not job.data.split else recipe.labels
-    if given is None:
-        given = getattr(dataset, "targets", None)
-    if given is None:
-        raise RecipeError(
-            f"data.balance = {job.data.balance!r} needs labels, which were not given: set "
-            "data.labels to a column of the dataset, or give Recipe(labels=...), a value for each "
-            "sample or a function of (dataset, index)."
+    digest = planned.balanced.get("digest")
+    if not changed and before and before.get("digest", digest) != digest:
+        changed = (
+            "the sampler of Recipe.train's DataLoader has other weights, or another num_samples, "
+            "than when the run was started"
         )
-    if isinstance(given, str):
-        return Column(f"the column {given!r}", named_column("data.labels", given, dataset))
-    if callable(given):
-        given = [given(dataset, index) for index in range(len(dataset))]
-    return Column("Recipe.labels", listed_values("labels", given))
+    if changed:
+        raise DataError(
+            f"{changed}, so other samples would come. Put data and job back as they were; or start "
+            f"a new run from the model of this one: --set start.model={member.run}"
+        )
