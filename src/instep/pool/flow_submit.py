@@ -89,13 +89,14 @@ def submit_flow(
         least, _ = bounds_of(pool, job, asked.at_least, asked.at_most, asked.share or share, where)
         local = is_for_one_machine(job)
         check_memory(pool, least, memory_of(asked), f"{where} memory", local=local)
-    name, new = _claimed(pool, spec, path, key)
+    known = pool.state().jobs
+    name, new = _claimed(pool, spec, path, key, known)
     wanted = [
         _pool_job(pool, path, spec, jobs, name, each, priority=priority, share=share)
         for each in spec.job
     ]
     ids = tuple(job.id for job in wanted)
-    if new or not any(id in pool.state().jobs for id in ids):  # else one was killed in between
+    if new or not any(id in known for id in ids):  # else one was killed in between
         for each, job in jobs.items():
             text = spec_file.dump(msgspec.structs.replace(job, name=f"{name}-{each}"))
             replace_plain(pool.jobs / f"{name}-{each}.toml", text, durable=True)
@@ -246,11 +247,23 @@ def _with_runs(pool: PoolFolder, word: str, flow: str, jobs: Mapping[str, JobSpe
     return word
 
 
-def _claimed(pool: PoolFolder, spec: FlowSpec, path: Path, key: str) -> tuple[str, bool]:
-    """A name for a flow that no other has; with a key it always has the same."""
+def _claimed(
+    pool: PoolFolder, spec: FlowSpec, path: Path, key: str, known: Mapping[str, PoolJob]
+) -> tuple[str, bool]:
+    """A name for a flow that no other has, nor one of its jobs; with a key it always has the same.
+
+    Raises:
+        SpecError: a job that is none of this flow has the name of one.
+    """
     for name in iter([f"{spec.name}-{key}"]) if key else numbered(spec.name):
-        if not key and any((pool.runs / f"{name}-{each}").exists() for each in spec.job):
+        ids = [f"{name}-{each}" for each in spec.job]
+        if not key and any(id in known or _has_files(pool, id) for id in ids):
             continue
+        for id in ids:
+            if id in known and known[id].flow != name:
+                raise SpecError(
+                    f"{path}: the pool has another job that is called {id}. Give another --key."
+                )
         file = pool.jobs / f"{name}.flow"
         try:
             create_plain(file, str(path.resolve()), PRIVATE)
@@ -260,6 +273,10 @@ def _claimed(pool: PoolFolder, spec: FlowSpec, path: Path, key: str) -> tuple[st
             raise RunError(f"{file} cannot be written: {error.strerror}.") from None
         return name, True
     return f"{spec.name}-{key}", False
+
+
+def _has_files(pool: PoolFolder, id: str) -> bool:
+    return (pool.jobs / f"{id}.toml").exists() or (pool.runs / id).exists()
 
 
 def _is_numbered(name: str, base: str) -> bool:

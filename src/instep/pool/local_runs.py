@@ -8,6 +8,7 @@ Way in: `LocalRuns`, which is the `Hands` of a scheduler.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,9 +25,45 @@ from instep.pool.pool_file import CERTIFICATES
 from instep.pool.run_events import RunEvents, RunPace
 from instep.pool.scheduler import LATER, REFUSED, SCALED, JobSight
 from instep.pool.searches import PooledSearches
+from instep.search.record import FILE as RECORD
 from instep.store.run_folder import RunFolder
 
 Start = Callable[[Sequence[str], Path, Path], object]
+
+
+ANSWER_S = 0.5
+"""A run that has not answered by then is not waited for: its answer is looked at later."""
+
+
+class _ScaleQuestion:
+    """A run is asked for a job's workers, in a thread: one that is stopped answers after long."""
+
+    def __init__(self, run: Path, job: PoolJob, places: list[int] | None) -> None:
+        self.about = job.target, job.places
+        self._run, self._places = run, places
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        try:
+            scale(self._run, self.about[0], self._places)
+        except Exception as error:
+            self._error = error
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the answer, for so long at most."""
+        self._thread.join(timeout_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is an answer, or will be none."""
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise what asking has raised, if it has."""
+        if self._error is not None:
+            raise self._error
 
 
 class LocalRuns:
@@ -54,12 +91,19 @@ class LocalRuns:
         self._events: dict[str, RunEvents] = {}
         self._paces: dict[str, RunPace] = {}
         self._stopped: dict[str, int] = {}  # process that was asked to stop
+        self._questions: dict[str, _ScaleQuestion] = {}
 
     def look(self, job: PoolJob) -> JobSight:
         """See what there is of a job's run."""
         run, lives = self._runs / job.id, detached.lives(self._lock(job))
         if job.kind == COMMAND:
             return self._look_at_command(job, lives)
+        if not lives and self._is_of_others(job):
+            why = (
+                f"{run} was there before this pool has started it: another command has taken the "
+                "name. Submit the job once more; where it has a key, with another one"
+            )
+            return JobSight(False, outcome="failed", why=why)
         if job.kind == SEARCH:
             return self._searches.look(job, self._lock(job), self._last_words(job))
         events = self._events.setdefault(job.id, RunEvents(run))
@@ -111,8 +155,10 @@ class LocalRuns:
         return JobSight(False, outcome="failed", why=why)
 
     def start(self, job: PoolJob) -> None:
-        """Start the client of a job, unless one lives."""
+        """Start the client of a job, unless one lives, or its folder is somebody else's."""
         run = self._runs / job.id
+        if self._is_of_others(job):
+            return  # how it is seen next says why
         file = self._jobs / f"{job.id}.toml"
         words = ["run", str(file), "--runs", str(self._runs), "--name", job.id]
         if (run / "job.toml").is_file():
@@ -139,12 +185,22 @@ class LocalRuns:
                 return SCALED
             return LATER
         try:
-            places = None
-            if job.places and not job.local:  # written first: another master reads it
-                placed = self._placed(job)
-                placed.write(placed_file(self._jobs, job.id))
-                places = placed.workers[: job.reach]
-            scale(self._runs / job.id, job.target, places)
+            question = self._questions.get(job.id)
+            if question is None:
+                places = None
+                if job.places and not job.local:  # written first: another master reads it
+                    placed = self._placed(job)
+                    placed.write(placed_file(self._jobs, job.id))
+                    places = placed.workers[: job.reach]
+                question = _ScaleQuestion(self._runs / job.id, job, places)
+                self._questions[job.id] = question
+                question.wait(ANSWER_S)
+            if not question.is_over:
+                return LATER
+            del self._questions[job.id]
+            if question.about != (job.target, job.places):
+                return LATER  # others are wanted by now
+            question.check()
         except OSError:  # no room on the disk
             return LATER
         except SpecError:  # one that is not ready, or about to end, refuses too
@@ -153,6 +209,13 @@ class LocalRuns:
         except InstepError:  # it is starting, or ending
             return LATER
         return SCALED
+
+    def _is_of_others(self, job: PoolJob) -> bool:
+        """Whether somebody else has made the folder of a run: no client of the job has begun."""
+        begun = detached.has_begun(self._lock(job)) or self._log(job).exists()
+        if begun or job.kind == COMMAND:
+            return False
+        return any((self._runs / job.id / name).is_file() for name in ("job.toml", RECORD))
 
     def _on_hosts(self, job: PoolJob) -> list[str]:
         """Words that have a run use the hosts of the pool."""

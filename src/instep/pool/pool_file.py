@@ -51,8 +51,12 @@ def pool_of(path: Path) -> PoolSpec:
                 f"{path}: share {share!r}: has a line break or a control character. Leave it out."
             )
     for share, weight in spec.shares.items():
-        if not 0 < weight < float("inf"):
-            raise SpecError(f"{path}: shares.{share} = {weight}: a weight needs to be above 0.")
+        if not 1e-6 <= weight <= 1e6:
+            raise SpecError(
+                f"{path}: shares.{share} = {weight}: a weight needs to be from 0.000001 to 1000000."
+            )
+    if "\0" in spec.runs:
+        raise SpecError(f"{path}: runs: has a NUL character, which no folder's name has.")
     for share, limit in spec.limits.items():
         if limit.workers < 1:
             raise SpecError(f"{path}: limits.{share}.workers needs to be at least 1.")

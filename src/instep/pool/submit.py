@@ -6,7 +6,7 @@ import getpass
 import hashlib
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,14 +85,14 @@ def submit(
     least, most = bounds_of(pool, job, at_least, at_most, share)
     check_key(key)
     check_memory(pool, least, memory, local=is_for_one_machine(job))
-    name, new = _written(pool, job, key)
-    if new or name not in pool.state().jobs:  # one that was killed in between has left a file
+    name, new = _written(pool, job, key, known := pool.state().jobs)
+    if new or name not in known:  # one that was killed in between has left a file
         wanted = PoolJob(
             id=name,
             share=share,
             at_least=least,
             at_most=most,
-            unit=job.mesh.ranks,
+            unit=unit_of(job),
             kind=kind,
             priority=priority,
             submitted=time.time(),
@@ -193,12 +193,12 @@ def bounds_of(
     Raises:
         SpecError: it can never have them.
     """
-    unit, cores, trials = job.mesh.ranks, pool.empty.cores, 1
+    unit, cores, usable = unit_of(job), pool.empty.cores, job.most_workers
     if job.search.space:
-        trials = min(job.search.count, job.search.width)
-    usable = trials * job.most_workers
+        most = unit if _has_fixed_trials(job) else job.most_workers
+        usable = min(job.search.count, job.search.width) * most
     if is_for_one_machine(job) and pool.spec.hosts:
-        what = f"a mesh of {unit} ranks" if unit > 1 else "a search"
+        what = f"a mesh of {job.mesh.ranks} ranks" if job.mesh.ranks > 1 else "a search"
         cores = check_machine(pool, what, unit)
         at_most = None if at_most is None else max(unit, min(at_most, cores // unit * unit))
         usable = min(usable, cores // unit * unit)
@@ -220,6 +220,16 @@ def bounds_of(
             "fewer, or start the pool with more."
         )
     return least, most
+
+
+def unit_of(job: JobSpec) -> int:
+    """The workers of which a job has a multiple: of a replica, or of a trial that has as many as
+    its job says."""
+    return job.workers if _has_fixed_trials(job) else job.mesh.ranks
+
+
+def _has_fixed_trials(job: JobSpec) -> bool:
+    return bool(job.search.space) and job.train.determinism != "bits"
 
 
 def is_for_one_machine(job: JobSpec) -> bool:
@@ -290,11 +300,16 @@ def settled(job: JobSpec) -> JobSpec:
     return job
 
 
-def _written(pool: PoolFolder, job: JobSpec, key: str) -> tuple[str, bool]:
-    """Write the job's file under a name of its own; with a key it always has the same name."""
+def _written(
+    pool: PoolFolder, job: JobSpec, key: str, known: Mapping[str, PoolJob]
+) -> tuple[str, bool]:
+    """Write the job's file under a name that none of the known ones has; with a key it always has
+    the same name."""
+    if key:
+        _check_key_is_free(f"{job.name}-{key}", key, known)
     names = iter([f"{job.name}-{key}"]) if key else numbered(job.name)
     for name in names:
-        if not key and (pool.runs / name).exists():
+        if not key and (name in known or (pool.runs / name).exists()):
             continue
         text = spec_file.dump(msgspec.structs.replace(job, name=name))
         try:
@@ -305,3 +320,26 @@ def _written(pool: PoolFolder, job: JobSpec, key: str) -> tuple[str, bool]:
             raise RunError(f"{pool.jobs / name}.toml: {error.strerror}.") from None
         return name, True
     return f"{job.name}-{key}", False
+
+
+def _check_key_is_free(name: str, key: str, known: Mapping[str, PoolJob]) -> None:
+    """Refuse a key that would have a job taken for another one.
+
+    Args:
+        name: of the job, with the key.
+        key: of the job.
+        known: the jobs of the pool.
+
+    Raises:
+        SpecError: another job has the key, or the name.
+    """
+    for other in known.values():
+        if other.key == key and other.id != name:
+            raise SpecError(
+                f"--key {key!r}: {other.id} has it, and this job would be {name}. Give it a key of "
+                "its own."
+            )
+        if other.id == name and other.key != key:
+            raise SpecError(
+                f"--key {key!r}: the pool has another job that is called {name}. Give another key."
+            )

@@ -93,7 +93,7 @@ def run_search(
                 f"{folder} has a search of another job: {changed}. Choose another --name, or give "
                 "the job as it was."
             )
-        _check_trials(trials, len(record.results()))
+        _check_trials(trials, len(record.results()), len(record.chosen()))
         record.keep_about({"job": spec_file.dump(job)})
         search: Search
         search = Search(
@@ -165,12 +165,13 @@ def _check(job: JobSpec, folder: Path) -> None:
         raise RunError(f"{folder} exists and is not a search. Choose another --name.")
 
 
-def _check_trials(trials: int, told: int) -> None:
-    """Refuse fewer trials than there are results: they cannot be taken back."""
-    if trials < told:
+def _check_trials(trials: int, told: int, chosen: int) -> None:
+    """Refuse fewer trials than are chosen: of those that run, which ended first would decide."""
+    if trials < chosen:
         raise SpecError(
-            f"search.trials = {trials}: this search has {told} trials that are over already. "
-            f"Ask for {told} or more, or begin another search with --name."
+            f"search.trials = {trials}: this search has {told} trials that are over, and "
+            f"{chosen - told} that have begun. Ask for {chosen} or more, or begin another search "
+            "with --name."
         )
 
 

@@ -250,8 +250,10 @@ class Search:
             self.workers[number] = workers
 
     def _write_job(self, number: int) -> None:
+        values, bounds = self.chosen[number]
+        text = spec_file.dump(trial_job(self.job, number, values, bounds))
         path = job_file(self.folder, number)
-        if not path.exists():
-            values, bounds = self.chosen[number]
-            job = trial_job(self.job, number, values, bounds)
-            replace_plain(path, spec_file.dump(job))
+        with suppress(OSError):
+            if read_plain(path) == text.encode():
+                return
+        replace_plain(path, text)

@@ -56,6 +56,16 @@ def test_runs_of_the_same_recipe_here_correct_a_plan_by_the_median_of_their_rati
     assert corrected.seconds == pytest.approx(found.ratio * plain.seconds)
 
 
+@pytest.mark.parametrize("key", ['precision = "bfloat16"', 'determinism = "bits"'])
+def test_a_run_whose_steps_were_other_work_corrects_nothing(tmp_path, key):
+    path = make_run(tmp_path / "runs" / "a", step_s=0.2)
+    here(path)
+    job = spec_file.load(path / "job.toml", [])
+    text = (path / "job.toml").read_text()
+    (path / "job.toml").write_text(text.replace("[train]", f"[train]\n{key}"))
+    assert learned(job, tmp_path / "runs", known(0.1), 2).runs == 0
+
+
 def test_a_run_that_is_wholly_unlike_a_plan_corrects_it_within_bounds_and_no_run_not_at_all(
     tmp_path,
 ):

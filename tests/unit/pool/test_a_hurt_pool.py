@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from instep.errors import InstepError
 from instep.pool.jobs import PoolJob, PoolSpec, PoolState
 from instep.pool.local_runs import LocalRuns
 from instep.pool.pool_file import PoolFolder
-from instep.pool.scheduler import REFUSED, JobSight, PoolScheduler
+from instep.pool.scheduler import LATER, REFUSED, SCALED, JobSight, PoolScheduler
 from instep.pool.view import how_it_ends
 from instep.search.begin import found_in
 from instep.search.record import FILE
@@ -63,6 +64,8 @@ def test_a_search_of_a_grid_with_fewer_points_than_trials_is_over_after_its_poin
     grid = {"seed": [1, 2, 3, 4, 5]}
     make_search(pool.runs / "net", trials=40, sampler="grid", space=grid)
     make_search(pool.runs / "more", trials=40, sampler="grid", space={"seed": [*range(6)]})
+    for name in ("net", "more"):
+        (pool.jobs / f"{name}.log").touch()
     hands = LocalRuns(pool.jobs, pool.runs)
     job = PoolJob(id="net", share="a", at_least=1, at_most=1, kind="search")
     assert hands.look(job).outcome == "completed"
@@ -77,6 +80,7 @@ def test_a_scheduler_outlives_a_search_whose_record_is_damaged(pool, job):
     rows.commit()
     rows.close()
     wanted = PoolJob(id="net", share="a", at_least=1, at_most=1, kind="search")
+    (pool.jobs / "net.log").touch()
     assert LocalRuns(pool.jobs, pool.runs).look(wanted) == JobSight(False)
     with pytest.raises(InstepError):
         found_in(folder)
@@ -149,6 +153,7 @@ def test_a_run_that_diverged_has_failed_in_a_pool(tmp_path, pool):
     for name, diverged in (("a", "true"), ("b", "false")):
         said = f'{{"diverged": {diverged}, "rule_text": null, "metrics": {{}}}}'
         (tmp_path / "runs" / name / "summary.json").write_text(said)
+        (pool.jobs / f"{name}.log").touch()
     jobs = [PoolJob(id=each, share="a", at_least=1, at_most=1) for each in ("a", "b")]
     runs = LocalRuns(pool.jobs, pool.runs)
     assert [runs.look(each)[5:7] for each in jobs] == [
@@ -179,3 +184,23 @@ def test_what_gives_a_job_to_a_pool_loads_neither_numpy_nor_torch(tmp_path, pool
         command = [sys.executable, "-c", code, *words, "--pool", str(pool.folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_run_that_does_not_answer_keeps_no_other_job_waiting(pool, monkeypatch):
+    answers, asked = threading.Event(), list[int]()
+
+    def silent(run, workers, places):
+        asked.append(workers)
+        assert answers.wait(10.0)
+
+    monkeypatch.setattr("instep.pool.local_runs.scale", silent)
+    monkeypatch.setattr("instep.pool.local_runs.ANSWER_S", 0.0)
+    hands = LocalRuns(pool.jobs, pool.runs)
+    job = PoolJob(id="net", share="a", at_least=1, at_most=2, target=1)
+    assert hands.scale(job) == LATER
+    assert hands.scale(replace(job, target=2)) == LATER  # nothing is asked beside it
+    answers.set()
+    monkeypatch.setattr("instep.pool.local_runs.ANSWER_S", 10.0)
+    while (answer := hands.scale(replace(job, target=2))) == LATER:
+        time.sleep(0.001)
+    assert (answer, asked) == (SCALED, [1, 2])

@@ -1,6 +1,7 @@
 """Which trials a search has: of the job and results alone, whoever is done first or is killed."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from instep.errors import RunError, SpecError
 from instep.events import LEDGER
 from instep.job.file import build, dump
+from instep.search.begin import run_search
+from instep.search.clients import Clients, job_file
 from instep.search.live import LiveTrials
 from instep.search.plan import base_of, same_search, trial_job
 from instep.search.record import SearchRecord, locked
@@ -16,6 +19,7 @@ from instep.search.sampling import TrialSampler
 from instep.search.search import Search
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run, write_events, write_ledger
+from made_up_searches import make_search
 
 SPACE = {
     "arguments.lr": {"low": 1e-5, "high": 0.1, "log": True},
@@ -213,3 +217,32 @@ def test_the_best_trial_is_the_first_of_equal_ones_and_none_that_was_pruned():
     told = {n: ToldTrial({}, Result(state, value)) for n, (value, state) in enumerate(values)}
     assert best_of(told, True, 2) == [2, 3]
     assert best_of(told, False) == [0]
+
+
+def test_a_trial_is_trained_with_the_values_of_the_record_whatever_its_file_says(
+    tmp_path, monkeypatch
+):
+    def start(clients, number, workers):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Clients, "start", start)
+    monkeypatch.setattr(Clients, "warm", lambda clients: nullcontext())
+    (tmp_path / "jobs").mkdir()
+    with SearchRecord(tmp_path, write=True) as record:
+        search = Search(tmp_path, job_of(sampler="random"), record, 2, lambda *_: None)
+        for text in ("", "seed = 99\n"):  # of somebody's editor
+            job_file(tmp_path, 0).write_text(text)
+            with pytest.raises(KeyboardInterrupt):
+                search.conduct()
+            expected = dump(trial_job(search.job, 0, *search.chosen[0]))
+            assert job_file(tmp_path, 0).read_text() == expected
+
+
+def test_a_search_is_not_cut_to_fewer_trials_than_it_has_begun(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    space = {"seed": [*range(8)]}
+    folder = make_search(tmp_path / "net", sampler="grid", space=space, prune="none")
+    nothing = {"name": None, "capacity": 1, "tell": lambda *_: None}
+    with pytest.raises(SpecError, match="5 trials that are over, and 1 that have begun"):
+        run_search(folder, ["search.trials=5"], tmp_path, **nothing)

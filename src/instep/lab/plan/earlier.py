@@ -29,6 +29,13 @@ BOUNDS = 0.67, 1.5
 """A ratio beyond these tells of another machine or a busy one, and is cut."""
 
 
+_OF_A_STEP = (
+    *("global_batch", "tokens_per_batch", "micro_batches", "merge", "batch_norm"),
+    *("determinism", "precision", "threads", "device"),
+)
+"""Keys of `[train]` that a step's time depends on."""
+
+
 class Learned(NamedTuple):
     """The correction that earlier runs give."""
 
@@ -76,18 +83,6 @@ def _steps_of(job: JobSpec, runs: Path) -> Iterator[tuple[TrainingWay, float]]:
 
 def _same(spec: JobSpec, job: JobSpec) -> bool:
     """Whether a step of both is as much work, in one group of this machine."""
-    mine, theirs = spec.train, job.train
-    alike = (
-        mine.global_batch,
-        mine.tokens_per_batch,
-        mine.micro_batches,
-        mine.threads,
-        spec.arguments,
-    ) == (
-        theirs.global_batch,
-        theirs.tokens_per_batch,
-        theirs.micro_batches,
-        theirs.threads,
-        job.arguments,
-    )
+    alike = all(getattr(spec.train, key) == getattr(job.train, key) for key in _OF_A_STEP)
+    alike = alike and spec.arguments == job.arguments
     return alike and spec.sync.rounds is None and spec.mesh.ranks == 1 and not spec.launch.count
