@@ -89,9 +89,9 @@ Leave one of the two out.
 In short:
 
 - With `all_reduce`, the default, nearly everything goes together: every codec, and every mesh.
-- Servers ([`server_sync`, `bounded_stale`, `server_async`](strategies.md)) hold whole parameters,
-  so there is no mesh with them; without lockstep (the last two) there is no global batch to
-  normalise over or to compare.
+- Servers ([`server_sync`, `bounded_stale`, `server_async`](strategies-with-servers.md)) hold whole
+  parameters, so there is no mesh with them; without lockstep (the last two) there is no global
+  batch to normalise over or to compare.
 - Rounds ([`averaging` and its kin](averaging-family.md)) go with meshes, and with most codecs.
 - [Sharded parameters](../guides/sharding.md) exclude what needs a whole copy of the model on each
   worker.

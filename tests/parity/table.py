@@ -24,7 +24,7 @@ Find your kind of model and loss here, and see whether a run gives what a plain 
 process gives, and how closely. Each pair was trained for 20 steps by instep, and by a plain loop
 with the same samples and the whole global batch in one forward pass. The distance is the 2-norm of
 *instep - plain* over all trained parameters, divided by that of *plain - start*.
-[Sameness](sameness.md#the-verdict) explains the verdict.
+[The verdict](verdict.md) has a page of its own.
 
 - **float64**: on 1, 2 and 3 workers. At most 1e-9 if the verdict is yes.
 - **buffers**: the same for buffers and frozen parameters, the largest of the three.

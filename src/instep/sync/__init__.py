@@ -2,8 +2,8 @@
 
 To add one: write a class that keeps the promises of `base.Strategy` in a file of its own, and add
 its line here, and another to `DEFAULTS` if it has options. Those of two families lie in `rounds/`
-and `servers/`. The suite in `tests/contract` finds it, and `docs/concepts/strategies.md` needs its
-heading.
+and `servers/`. The suite in `tests/contract` finds it, and a page of
+`docs/concepts/strategies*.md` needs its heading.
 """
 
 from collections.abc import Mapping
