@@ -133,8 +133,8 @@ class Watched:
             raise SystemExit("the curves of the page are not those of the report")
 
     def end(self) -> None:
-        """Interrupt it, as Ctrl-C does, and compare for the last time."""
-        self._client.send_signal(signal.SIGINT)
+        """Stop it, and compare for the last time."""
+        self._client.send_signal(signal.SIGTERM)  # a shell's background jobs ignore SIGINT
         self._client.wait()
         self._says("nterrupted")
         self.compare()

@@ -137,6 +137,29 @@ def test_a_small_gpt_learns_and_writes(tmp_path):
     assert len(written.rstrip("\n").encode()) >= 40
 
 
+@pytest.mark.slow
+def test_a_package_trains_on_a_stream_and_continues_where_it_was(tmp_path):
+    settings = ("arguments.width=16", "train.validate_every=0", "train.determinism=bits")
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    whole = job("16_stream", *settings, "train.steps=24", cwd=tmp_path / "whole")
+    stop = job(
+        "16_stream",
+        *settings,
+        "train.steps=24",
+        "train.stop_after_steps=9",
+        cwd=tmp_path / "stopped",
+    )
+    undisturbed = summary_of(whole, tmp_path / "whole/runs/stream")
+    assert json.loads(finished(stop).splitlines()[-1])["outcome"] == "stopped"
+    words = ("resume", "runs/stream", "--workers", 3, "--json")
+    resumed = finished(python("-m", "instep", *words, cwd=tmp_path / "stopped"))
+    ended = json.loads(resumed.splitlines()[-1])
+    assert undisturbed["stream"]["has_state"]
+    assert ended["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert ended["samples"] == undisturbed["samples"] == 24 * 32
+
+
 @pytest.mark.tail
 def test_the_gpt_has_ten_million_parameters_each_in_one_group():
     made = imported("02_gpt/gpt.py").recipe()

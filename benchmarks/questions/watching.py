@@ -42,6 +42,13 @@ def page(result: Any) -> Answer:
     return found(result["page_bytes_compressed"] / 1000, " kB", 0)
 
 
+def slowed(result: Any) -> Answer:
+    seen = result["results"][0]
+    ratio = seen["watched over not"]
+    spread = f"95 %: {ratio['low']:.3f} to {ratio['high']:.3f}, {seen['rounds']} rounds"
+    return found(ratio["mean"], "", 3, spread)
+
+
 def back(result: Any) -> Answer:
     seen = result["results"][0]
     within = f"{seen['within_2_s']} of {seen['kills']} within 2 s"
@@ -83,6 +90,14 @@ QUESTIONS = (
         page,
         most=120,
         unit=" kB",
+    ),
+    Question(
+        "a step of a run that three pages watch: time",
+        "dashboard",
+        "dashboard-beside",
+        slowed,
+        beside="the same run, not watched",
+        most=1.005,
     ),
     Question(
         "server, master or run is killed: the page is right again, at most",

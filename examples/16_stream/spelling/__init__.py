@@ -1,0 +1,1 @@
+"""A package whose recipe trains on a stream: `spelling.training.recipe`."""
