@@ -125,12 +125,13 @@ class Watched:
         until(lambda: self._page.evaluate(SAYS, text))
 
     def compare(self) -> None:
-        """Compare the curves of the page with those of the report."""
-        shown = self._page.evaluate("window.shown")
+        """Wait until the curves of the page are those of the report."""
         whole = json.loads(json.dumps(charts([RunFolder(self.path)])))
-        mine = [[{**line, "run": 0} for line in chart["lines"]] for chart in shown]
-        if mine != [chart["lines"] for chart in whole]:
-            raise SystemExit("the curves of the page are not those of the report")
+        until(lambda: self._lines() == [chart["lines"] for chart in whole])
+
+    def _lines(self) -> list[Any]:
+        shown = self._page.evaluate("window.shown")
+        return [[{**line, "run": 0} for line in chart["lines"]] for chart in shown]
 
     def end(self) -> None:
         """Stop it, and compare for the last time."""

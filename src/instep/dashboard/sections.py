@@ -58,7 +58,8 @@ def live_sections(run: LiveRun, state: str) -> dict[str, Any]:
     if not progress.steps_seen and state == "running":
         text = f"Starting: {progress.waiting_for()}."
     elif state != "running":
-        text = f"{state.capitalize()} after {readable_seconds(run.times.seconds)}, "
+        opening = "Cut short" if state == "unfinished" else state.capitalize()
+        text = f"{opening} after {readable_seconds(run.times.seconds)}, "
         text += f"{readable_count(run.last_step)} steps."
     ended = {"completed": "good", "running": "live", "failed": "bad"}
     audit = run.ledger.as_table()

@@ -137,11 +137,11 @@ class WatchedRun:
         self._at = 0.0
 
     def look(self) -> Sight | None:
-        """See how it is."""
+        """See how it is. That it has ended is told before all of it is read again."""
         if not self._path.is_dir():
             raise RunError(f"{self._path} was removed or renamed.")
         running = is_running(self._path)
-        if not running and self._settles():
+        if not running and self._known != "running" and self._settles():
             key = self._key()
             if key == self._known:
                 return None

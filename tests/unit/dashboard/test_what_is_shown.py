@@ -114,9 +114,12 @@ def test_while_a_run_trains_the_page_says_what_status_says(run, capsys):
         assert seen.sections["verdict"]["mark"] == "live"
         assert seen.sections["audit"]["exact"] is True
         assert watched.look() is None
-    sections = watched.look().sections
-    assert sections["status"]["state"] == "unfinished"
-    assert sections["verdict"]["text"].startswith("Cut short after")
+    at_once, whole = watched.look().sections, watched.look().sections
+    assert (at_once["summary"], whole["summary"]["outcome"]) == (None, "unfinished")
+    for sections in (at_once, whole):
+        assert sections["status"]["state"] == "unfinished"
+        assert sections["verdict"]["text"].startswith("Cut short after")
+    assert watched.look() is None
 
 
 def test_a_ledger_that_took_other_samples_is_said_while_the_run_trains(run):
