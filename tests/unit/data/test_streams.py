@@ -227,6 +227,9 @@ def test_samples_are_counted_and_another_length_later_is_an_error():
     for count in (99, 103):
         with pytest.raises(DataError, match="samples in epoch 1, and had 34 when they were"):
             read(stream_of(Plain(count)), 0, 0, 33)
+    whole = plan_of(2 * WINDOW * PARTS)  # whose last windows are full
+    with pytest.raises(DataError, match="has more than 14 samples in epoch 1, and had 14 when"):
+        read(stream_of(Plain(whole.samples + PARTS), whole), 0, 0, 13)
 
 
 def test_parts_that_begin_alike_or_otherwise_when_read_again_are_refused():

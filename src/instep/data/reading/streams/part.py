@@ -235,7 +235,8 @@ class StreamPart:
             begun.rows.extend(found := self._some(wanted := min(READ_AHEAD, size - done)))
             if done + wanted < size and len(found) == wanted:
                 return None
-            if len(begun.rows) < size or (size < self._plan.window and self._some(1)):
+            is_last = not self._plan.window_of(self._number, number + 1)
+            if len(begun.rows) < size or (is_last and self._some(1)):
                 raise self._of_other_length(epoch, number, len(begun.rows), size)
         content = digest_of(begun.rows)
         if (known := self._kept.get(epoch, number)) and known.content != content:
