@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 
@@ -49,6 +50,20 @@ class Tokens(nn.Module):
         return self.out(self.norm(self.each(self.embed(x))).tanh().mean(1))
 
 
+class Padded(nn.Module):
+    """Has embeddings that are small, or read twice, and rows of padding that no stand-in names."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.twice = nn.Embedding(11, 8, padding_idx=-1), nn.Embedding(2100, 8, 5)
+        self.plain, self.out = nn.Parameter(torch.randn(11, 8)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        rows = self.small(x) + self.twice(x) + 2 * self.twice(x.flip(1))
+        rows = rows + torch.embedding(self.plain, x, 3)
+        return self.out(rows.tanh().mean(1))
+
+
 def mlp():
     return nn.Sequential(nn.Linear(5, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 3))
 
@@ -70,6 +85,7 @@ FAMILIES = {
     "recurrent": (Recurrent, lambda: torch.randn(SAMPLES, 4, 5)),
     "attention": (Words, lambda: torch.randint(11, (SAMPLES, 7))),
     "tokens": (Tokens, lambda: torch.randint(11, (SAMPLES, 7))),
+    "padded": (Padded, lambda: torch.randint(11, (SAMPLES, 7))),
     "tied": (tied, lambda: torch.randn(SAMPLES, 5)),
 }
 
@@ -438,6 +454,61 @@ def test_gradients_that_float32_cannot_hold_are_clipped_where_their_factors_fit(
     for read, sent in zip(*(each.double() for each in batch), strict=True):
         wanted += torch.outer(sent, read) * CLIP / float(sent.norm() * read.norm())
     torch.testing.assert_close(found.double() * grid.unit, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("large", [1.0, 1e30, 1e37])
+@pytest.mark.parametrize("read", [0.0, 1e-38])
+def test_a_sample_that_is_steep_in_one_side_of_a_product_counts_as_it_is(large, read):
+    model = nn.Linear(5, 2, bias=False)
+    grid = Grid(1e-3, 10, 60)
+    batch = [torch.full((2, 5), read), torch.ones(2, 2)]
+
+    def steep(model, batch):
+        return (model(batch[0]) * batch[1] * large).sum()
+
+    (found,) = PerSample(model, [model.weight], steep, grid).sums(batch, 2)
+    norm = read * large * math.sqrt(10)
+    each = read * large * min(1.0, 1e-3 / norm if norm else 1.0) / grid.unit
+    torch.testing.assert_close(
+        found, torch.full((2, 5), 2 * each), rtol=1e-4, atol=1, check_dtype=False
+    )
+
+
+def held_elsewhere(model):
+    model.hidden = [model.first.weight]
+
+
+def masked(model):
+    model.first.weight.register_hook(lambda gradient: gradient.tril())
+
+
+class Behind(nn.Module):
+    """Has a layer behind a number that starts at zero."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.out = nn.Linear(5, 5, bias=False), nn.Linear(5, 3)
+        self.gate, self.hidden = nn.Parameter(torch.zeros(())), []
+        how(self)
+
+    def forward(self, x):
+        first = nn.functional.linear(x, self.hidden[0]) if self.hidden else self.first(x)
+        return self.out(x + self.gate * first)
+
+
+@pytest.mark.parametrize("how", [held_elsewhere, masked])
+def test_a_layer_behind_a_zero_is_tried_too_and_nothing_has_moved(how):
+    torch.manual_seed(0)
+    model, batch = Behind(how), made("mlp")[1]
+    before = [each.clone() for each in model.parameters()]
+    per_sample, grid, _ = summed(model, batch)
+    assert per_sample.batched is False
+    assert all(map(torch.equal, model.parameters(), before))
+    with torch.no_grad():
+        model.gate += 1.0
+    expected = one_by_one(model, batch, CLIP * (1 - 2.0**-16))
+    for mine, other in zip(per_sample.sums(batch, SAMPLES), expected, strict=True):
+        assert (mine * grid.unit - other).abs().max() < 1e-6
 
 
 def test_no_content_of_a_sample_chooses_how_gradients_are_computed():

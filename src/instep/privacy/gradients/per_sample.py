@@ -27,8 +27,9 @@ from instep.errors import RecipeError
 from instep.parallel.nested import tensors_in
 from instep.privacy.gradients.dividing import flat, samples_of
 from instep.privacy.gradients.forbidden import refuse
+from instep.privacy.gradients.padding import PaddingKept
 from instep.privacy.gradients.products import IN_CACHE, SampleGradients, WholeGradients
-from instep.privacy.gradients.stand_ins import STAND_INS, on_last, stand_ins
+from instep.privacy.gradients.stand_ins import STAND_INS, off_start, on_last, stand_ins
 from instep.privacy.gradients.taps import CalledOtherwise, Taps
 from instep.privacy.grid import MARGIN, Grid
 
@@ -234,14 +235,10 @@ class PerSample:
         trained = [each for each in self._model.modules() if each.training]
         self._model.eval()
         try:
-            apart = [
-                self._alone(samples_of(some, STAND_INS, place, place + 1))
-                for place in range(STAND_INS)
-            ]
-            self.why = self._differs(some, apart)
+            self.why = self._differs_anywhere(some)
             if self.why:
                 self._tapping = False
-                self.why = self._differs(some, apart)
+                self.why = self._differs_anywhere(some)
             self._compare_losses(some)
         except Exception as error:  # stand-ins may be of a kind that the model cannot take
             self.why = f"it cannot be tried on other samples: {type(error).__name__}"
@@ -283,7 +280,16 @@ class PerSample:
             return f"torch.func cannot, in train mode: {type(error).__name__}"
         return ""
 
-    def _differs(self, some: Any, apart: list[list[Tensor]]) -> str:
+    def _differs_anywhere(self, some: Any) -> str:
+        if why := self._differs(some):
+            return why
+        with off_start(self._parameters), suppress(Exception):  # it may not take such values
+            why = self._differs(some)
+        return why
+
+    def _differs(self, some: Any) -> str:
+        places = range(STAND_INS)
+        apart = [self._alone(samples_of(some, STAND_INS, n, n + 1)) for n in places]
         try:
             taps = self._taps_of(samples_of(some, STAND_INS, 0, 1))
             together = [each.whole() for each in self._together(some, taps)]
@@ -307,12 +313,16 @@ class PerSample:
 
 @contextmanager
 def _as_vmap_can() -> Iterator[None]:
-    """Attention by kernels that `vmap` has rules for; and nothing is computed once more in the
-    backward pass, where samples would be together."""
+    """Attention by kernels that `vmap` has rules for, and padding rows that it forgets; and nothing
+    is computed once more in the backward pass, where samples would be together."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), disable_saved_tensors_hooks("one by one"):
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            disable_saved_tensors_hooks("one by one"),
+            PaddingKept(),
+        ):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

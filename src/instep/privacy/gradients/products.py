@@ -22,6 +22,9 @@ from instep.privacy.kernels import add_products, add_rounded, squared_norms
 IN_CACHE = 1 << 22
 """Numbers of gradients that are made at a time: with fewer, calls cost more than memory."""
 
+_STEEP = 2.0**100
+"""Norm of one side of a product up to which the other side is left as it is."""
+
 
 class SampleGradients(Protocol):
     """Gradients of one parameter, of several samples."""
@@ -125,12 +128,17 @@ class LinearGradients:
             made.add_into(total, factors)
             return
         kept = torch.where((factors > 0).view(-1, 1), self._sent[:, 0], 0.0)
-        scaled = (kept.to(torch.float64) * factors.view(-1, 1)).to(self._sent.dtype)
+        wide, read = kept.to(torch.float64) * factors.view(-1, 1), self._read[:, 0]
+        over = torch.linalg.vector_norm(wide, dim=1, keepdim=True) / _STEEP
+        if (over > 1).any():  # float32 has no room for it: the other side takes the rest
+            over.clamp_min_(1.0)
+            wide, read = wide / over, (read.to(torch.float64) * over).to(read.dtype)
+        scaled = wide.to(self._sent.dtype)
         if scaled.device.type == "cpu":
-            both = (each.contiguous().numpy() for each in (scaled, self._read[:, 0]))
+            both = (each.contiguous().numpy() for each in (scaled, read))
             add_products(*both, total.numpy())
             return
-        read = torch.where((factors > 0).view(-1, 1), self._read[:, 0], 0.0)
+        read = torch.where((factors > 0).view(-1, 1), read, 0.0)
         _add(torch.mul(scaled.unsqueeze(2), read.unsqueeze(1)).round_(), total)
 
     def whole(self) -> Tensor:

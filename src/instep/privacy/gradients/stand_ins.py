@@ -1,11 +1,14 @@
 """Samples of the shapes of real ones, and of nothing else of them.
 
 How gradients are computed changes their last bits, so no content may decide it. Ways in:
-`stand_ins`, and `on_last`.
+`stand_ins`, `on_last`, and `off_start` for parameters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from instep.parallel.nested import on_tensors
 
 STAND_INS = 4
 """Samples on which ways to compute gradients are compared."""
+
+_BY, _LEAST = 0.05, 1e-3
+"""How far parameters are moved, relative to their root mean square; or to 1, if that is less."""
 
 
 def stand_ins(one: Any, count: int) -> Any:
@@ -41,3 +47,19 @@ def stand_ins(one: Any, count: int) -> Any:
 def on_last(batch: Any) -> Any:
     """A batch whose last sample has the content of its first."""
     return on_tensors(batch, lambda each: torch.cat([each[:-1], each[:1]]))
+
+
+@contextmanager
+def off_start(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """In this context parameters are moved: one that starts at zero hides those behind it."""
+    before = [each.detach().clone() for each in parameters]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for each, own in zip(parameters, before, strict=True):
+            rms = float(own.norm()) / math.sqrt(max(1, own.numel()))
+            noise = torch.randn(own.shape, generator=generator).to(own.device)
+            each.detach().add_(noise, alpha=_BY * (rms if rms > _LEAST else 1.0))
+        yield
+    finally:
+        for each, own in zip(parameters, before, strict=True):
+            each.detach().copy_(own)
