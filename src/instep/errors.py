@@ -187,7 +187,10 @@ MOST_OF_A_TEXT = 600
 
 def one_line(error: BaseException) -> str:
     """The text of an exception on one line, shortened, without a full stop; maybe empty."""
-    text = " ".join(str(error)[: 4 * MOST_OF_A_TEXT].split())
+    try:
+        text = " ".join(str(error)[: 4 * MOST_OF_A_TEXT].split())
+    except Exception:  # of a class of the user's own
+        text = ""
     text = text if text.endswith("..") else text.removesuffix(".")
     return text if len(text) <= MOST_OF_A_TEXT else text[: MOST_OF_A_TEXT - 3] + "..."
 

@@ -181,7 +181,7 @@ def _metrics_of(job: JobSpec, where: str) -> list[str]:
         recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
     except InstepError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place, _ = own_line(error)
         raise WorkerError(
             f"{where}: its recipe raised {type(error).__name__}: {one_line(error)} ({place})."

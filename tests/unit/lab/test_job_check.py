@@ -207,6 +207,22 @@ def test_an_error_of_the_users_own_names_its_line(check, tmp_path):
     assert found["model"]["parameters"] == PARAMETERS
 
 
+@pytest.mark.parametrize(
+    ("line", "by"),
+    [
+        ("def recipe(", "sys.exit(0)\ndef recipe("),
+        ("    x = torch.randn", "    sys.exit(0)\n    x = torch.randn"),
+        ("return self.last", "return sys.exit(0) or self.last"),
+    ],
+)
+def test_a_recipe_that_ends_the_process_is_refused(check, tmp_path, line, by):
+    (tmp_path / "net.py").write_text(f"import sys\n{RECIPE.replace(line, by)}")
+    code, table, _ = check()
+    assert (code, table["starts"]) == (5, False)
+    assert table["refusals"][0]["text"].startswith("SystemExit: 0")
+    assert "net.py" in table["refusals"][0]["where"]
+
+
 def test_a_dataset_that_cannot_be_read_is_of_the_data(check, tmp_path):
     broken = "train=[Broken()][0],"
     (tmp_path / "net.py").write_text(

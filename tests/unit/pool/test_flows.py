@@ -233,6 +233,13 @@ def test_a_flow_comes_in_one_request_and_a_metric_that_nobody_reports_in_none(tm
     assert [line.split()[0] for line in job_lines(pool.state(), 1.0)][1:4] == [*sent.jobs]
 
 
+def test_a_recipe_that_ends_the_process_does_not_end_submit_as_if_all_were_well(tmp_path, pool):
+    (tmp_path / "recipe.py").write_text("def recipe():\n    raise SystemExit(0)\n")
+    with pytest.raises(WorkerError, match=r"its recipe raised SystemExit: 0 \(.*recipe.py:2"):
+        submit_flow(pool, tmp_path / "nightly.toml")
+    assert not [*pending(pool.folder)]
+
+
 def test_the_memory_of_a_flows_job_is_counted_on_hosts_and_refused_where_there_are_none(
     tmp_path, pool
 ):

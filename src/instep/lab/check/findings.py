@@ -63,11 +63,11 @@ class Findings:
         """
         try:
             return attempt()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failed(stage, error)
         return None
 
-    def failed(self, stage: str, error: Exception) -> None:
+    def failed(self, stage: str, error: BaseException) -> None:
         """Note that something could not be built or tried.
 
         An error that is none of ours, after a refusal, is a consequence of that as a rule: then it
@@ -83,7 +83,7 @@ class Findings:
         """Give a figure; None, and a sentence on why, if it cannot be had. Nothing is refused."""
         try:
             return measure()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.leave_out(f"{what}: {causes.sentence(error)}")
         return None
 

@@ -53,7 +53,7 @@ class Rehearsal(Training):
         try:
             build()
             self._is_whole = True
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._is_whole = False
             findings.failed(self._reached, error)
 
