@@ -147,7 +147,7 @@ class PoolFolder:
 
         Raises:
             RunError: hosts that it had are not there, or have other numbers; or it gets its first
-                ones, and has jobs for this machine alone.
+                ones, and has jobs for this machine alone; or it cannot be written.
         """
         is_there = (self.folder / SPEC).exists()
         before = [*self.spec.hosts] if is_there else []
@@ -169,7 +169,13 @@ class PoolFolder:
         if not Path(spec.runs).is_absolute():
             runs = str((self.folder.parent / spec.runs).resolve())
             spec = msgspec.structs.replace(spec, runs=runs)
-        replace_plain(self.folder / SPEC, msgspec.json.encode(spec), durable=True)
+        try:
+            replace_plain(self.folder / SPEC, msgspec.json.encode(spec), durable=True)
+        except OSError as error:
+            raise RunError(
+                f"{self.folder / SPEC} cannot be written: {error.strerror}. Make room, or get "
+                "access to it."
+            ) from None
 
     @property
     def spec(self) -> PoolSpec:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from instep import detached
 from instep.cli import main
-from instep.errors import InstepError
+from instep.errors import InstepError, RunError
 from instep.pool.jobs import PoolJob, PoolSpec, PoolState
 from instep.pool.local_runs import LocalRuns
 from instep.pool.pool_file import PoolFolder
@@ -44,6 +44,8 @@ def test_a_key_whose_job_could_not_be_written_still_submits_it(tmp_path, pool, m
     with monkeypatch.context() as disk:
         disk.setattr(os, "fsync", full)
         assert main(words) == 6
+        with pytest.raises(RunError, match=r"pool\.json cannot be written: No space left"):
+            pool.make(pool.spec)
     assert not [*pool.jobs.iterdir()]
     assert main(words) == 0
     (written,) = pool.jobs.iterdir()
