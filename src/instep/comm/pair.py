@@ -59,9 +59,10 @@ class Pair:
         """Begin a sum. Returns once the system has all that this rank sends, so that the other
         rank needs nothing more of it."""
         begun = PairSum(self, tensor.detach())
+        sent = begun.own.view(-1).view(torch.uint8).numpy().data
         with self._use:
             self._begun.append(begun)
-            self._send(begun.own.view(-1).view(torch.uint8).numpy().data)
+            self._send(sent)
             begun.sent = True
         return begun
 
@@ -125,10 +126,13 @@ class Pair:
         own, self._got = begun.own, 0
         (size,) = _BYTES.unpack_from(self._into)
         assert size == own.nbytes, "both ranks sum tensors of one size"
-        other = self._room[_BYTES.size : _BYTES.size + size].view(own.dtype).view(own.shape)
+        got = self._room[_BYTES.size : _BYTES.size + size]
+        if own.element_size() > _BYTES.size:  # complex128 begins at multiples of its own size
+            got = got.clone()
+        other = got.view(own.dtype).view(own.shape)
         first, second = (own, other) if self._rank == 0 else (other, own)
         torch.add(first, second, out=own)
-        begun.over = True
+        begun.finish()
 
     def _broken(self, error: OSError) -> PeerError:
         """No later sum waits for one that never ends."""
@@ -155,12 +159,20 @@ class PairSum:
 
     Args:
         pair: where it is.
-        own: this rank's tensor, and at last the sum.
+        tensor: this rank's, and at last the sum.
     """
 
-    def __init__(self, pair: Pair, own: Tensor) -> None:
-        self._pair, self.own = pair, own
+    def __init__(self, pair: Pair, tensor: Tensor) -> None:
+        self._pair, self._tensor = pair, tensor
+        self.own = tensor.contiguous()
+        """Numbers of it, one after the other: a copy where those of the tensor are not."""
         self.sent = self.over = False
+
+    def finish(self) -> None:
+        """Take note that `own` is the sum."""
+        if self.own is not self._tensor:
+            self._tensor.copy_(self.own)
+        self.over = True
 
     def wait(self) -> None:
         """Return when the sum is here."""

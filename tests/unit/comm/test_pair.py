@@ -91,6 +91,29 @@ def test_both_ranks_have_the_same_bits_where_neither_value_is_a_number(pairs):
     assert first == second
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda numbers: numbers.view(4, 6).t(),
+        lambda numbers: numbers.view(4, 6)[:, ::2],
+        lambda numbers: numbers.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        lambda numbers: torch.view_as_complex(numbers.double().view(12, 2)),
+        lambda numbers: numbers.to(torch.bfloat16)[3:],
+        lambda numbers: numbers[0],
+    ],
+)
+def test_tensors_may_lie_in_any_order_and_be_of_any_type(pairs, made):
+    def body(rank):
+        tensor = made(draws(rank, 24))
+        for _ in range(2):
+            pairs[rank].all_reduce(tensor).wait()
+        return tensor
+
+    wanted = made(draws(0, 24)) + made(draws(1, 24))
+    for summed in on_both(body):
+        assert torch.equal(summed, wanted + wanted)
+
+
 def test_what_is_sent_is_no_sum_though_the_other_rank_has_sent_all_of_its_own():
     """The other rank reads only after it has sent; there is little room on the way."""
     near, far = connection(4096)
