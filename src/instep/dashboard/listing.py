@@ -118,7 +118,13 @@ class RunList:
         names = [] if self.single else searches_in(self.folder)
         if not self.single and is_search(self.folder):
             names.append(self.folder.name)
-        return [self.search_of(name).brief() for name in names]
+        return [self._brief(name) for name in names]
+
+    def _brief(self, search: str) -> dict[str, Any]:
+        try:
+            return self.search_of(search).brief()
+        except Exception as error:  # a folder may hold anything, and others are listed
+            return {"name": search, "error": why_unread(error)}
 
     def rows(self) -> dict[str, Row]:
         """A row for each run by name; one that cannot be read has `error`. Rows that have not

@@ -9,12 +9,15 @@ many trials are chosen, so a changed digit or a lost row is noticed. Way in: `Se
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import msgspec
 
 from instep.errors import RunError
 from instep.search.results import Result, ToldTrial, Values
@@ -89,7 +92,7 @@ class SearchRecord:
             raise self._damaged(f"it has {len(rows)} trials, and had {known}")
         return [
             (
-                self._value(f"the values of trial {number}", values),
+                self._table(f"the values of trial {number}", values),
                 tuple(
                     (rung, bound)
                     for rung, bound in self._value(f"the bounds of trial {number}", bounds)
@@ -110,7 +113,7 @@ class SearchRecord:
             table = self._value(name, result)
             with self._readable(name):
                 told = _result(table)
-            found[number] = ToldTrial(self._value(f"the values of trial {number}", values), told)
+            found[number] = ToldTrial(self._table(f"the values of trial {number}", values), told)
         return found
 
     def choose(self, number: int, values: Values, bounds: tuple[tuple[int, float], ...]) -> None:
@@ -141,6 +144,10 @@ class SearchRecord:
     def _value(self, name: str, text: object) -> Any:
         with self._readable(name):
             return json.loads(unsummed(name, text))
+
+    def _table(self, name: str, text: object) -> dict[str, Any]:
+        with self._readable(name):
+            return msgspec.convert(json.loads(unsummed(name, text)), dict[str, Any])
 
     @contextmanager
     def _readable(self, name: str) -> Iterator[None]:
@@ -178,9 +185,23 @@ class SearchRecord:
         )
 
 
-def _result(table: dict[str, Any]) -> Result:
-    table["rungs"] = tuple((rung, value) for rung, value in table["rungs"])
-    return Result(**table)
+class _ResultTable(msgspec.Struct, forbid_unknown_fields=True):
+    """A result as its row has it; the fields are those of `Result`, in its order."""
+
+    state: str
+    value: float | None
+    rungs: tuple[tuple[int, float], ...] = ()
+    steps: int = 0
+    seconds: float | None = 0.0
+    parameters_sha256: str = ""
+    why: str = ""
+
+
+def _result(table: Any) -> Result:
+    told = msgspec.convert(table, _ResultTable)
+    if told.value is not None and not math.isfinite(told.value):
+        raise ValueError("its value is not finite")
+    return Result(*msgspec.structs.astuple(told))
 
 
 @contextmanager

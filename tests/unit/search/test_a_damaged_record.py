@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 
 from instep.cli import main
+from instep.dashboard.listing import RunList
 from instep.errors import RunError
 from instep.search.begin import found_in
 from instep.search.record import FILE, SearchRecord
@@ -66,6 +67,27 @@ def test_a_row_of_a_record_that_is_lost_or_elsewhere_is_said(tmp_path, statement
     change(folder, statement)
     with pytest.raises(RunError, match=f"is damaged: {said}"):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "said"),
+    [
+        ("result", '{"state": "completed", "value": "0.5"}', "the result of trial 0: .*`float"),
+        ("result", '{"state": "completed", "value": NaN}', "the result of trial 0: .* not finite"),
+        ("result", '{"state": "completed", "value": 1, "rungs": [["a", 1]]}', "result of trial 0"),
+        ("result", '{"state": "completed", "value": 1, "vlaue": 2}', "the result of trial 0: .*vl"),
+        ("chosen", "[1]", "the values of trial 0: Expected `object`"),
+    ],
+)
+def test_what_somebody_has_written_into_a_record_is_refused_and_hides_no_other_run(
+    tmp_path, column, text, said
+):
+    folder = make_search(tmp_path / "net-search")
+    change(folder, f"UPDATE trials SET {column} = ? WHERE number = 0", text)
+    with pytest.raises(RunError, match=f"is damaged: .*{said}"):
+        read(folder)
+    (row,) = RunList(tmp_path).searches()
+    assert "is damaged" in row["error"]
 
 
 def test_a_search_whose_record_is_damaged_is_not_continued(tmp_path, monkeypatch, capsys):
