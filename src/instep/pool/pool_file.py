@@ -185,12 +185,15 @@ class PoolFolder:
             RunError: there is no pool.
         """
         try:
-            return msgspec.json.decode(read_plain(self.folder / SPEC), type=PoolSpec)
+            spec = msgspec.json.decode(read_plain(self.folder / SPEC), type=PoolSpec)
+            for host in spec.hosts.values():
+                _host(host)
+            return spec
         except FileNotFoundError:
             raise RunError(
                 f"there is no pool in {self.folder}. Start one: instep pool start"
             ) from None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise RunError(f"{self.folder / SPEC} cannot be read: {error}.") from None
 
     @property

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from instep import detached
 from instep.cli import main
+from instep.dashboard.pools import pool_brief
 from instep.errors import InstepError, RunError
 from instep.pool.jobs import PoolJob, PoolSpec, PoolState
 from instep.pool.local_runs import LocalRuns
@@ -206,3 +207,12 @@ def test_a_run_that_does_not_answer_keeps_no_other_job_waiting(pool, monkeypatch
     while (answer := hands.scale(replace(job, target=2))) == LATER:
         time.sleep(0.001)
     assert (answer, asked) == (SCALED, [1, 2])
+
+
+@pytest.mark.parametrize("host", ['{"cores": 1, "memory": "lots"}', '{"cores": "many"}'])
+def test_a_pools_own_file_that_was_edited_is_said_and_hides_no_run(pool, host, capsys):
+    spec = f'{{"listen": "127.0.0.1:2220", "hosts": {{"one": {host}}}, "runs": "{pool.runs}"}}'
+    (pool.folder / "pool.json").write_text(spec)
+    assert main(["list", "--pool", str(pool.folder)]) == 6
+    assert "pool.json cannot be read: " in capsys.readouterr().err
+    assert "cannot be read" in pool_brief(pool.folder)["error"]
