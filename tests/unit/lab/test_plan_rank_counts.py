@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from instep.comm.memory import MemoryComm, run_ranks
-from instep.lab.plan.rank import LEAST, MOST, Rank
+from instep.comm.memory import MemoryComm, _Room, run_ranks
+from instep.lab.plan.rank import LEAST, MOST, WARM_MORE, WARM_S, Rank
+from instep.lab.plan.rehearsed_steps import RehearsedSteps, StepTimes
 
 
 class NotingComm:
@@ -30,3 +31,14 @@ def test_what_a_rank_tells_is_of_one_type_however_long_its_steps_were(
     expected = min(MOST, max(LEAST, int(1.0 / seconds[0])))
     assert run_ranks(3, count) == [expected] * 3
     assert len(kinds) == 1
+
+
+def test_a_step_that_is_longer_than_the_time_to_get_warm_is_not_taken_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such crews failed: none of their further steps was to have an end."""
+    alone = NotingComm(MemoryComm(_Room(1), 0), set())
+    assert Rank._agreed_count(alone, WARM_S, 1.01 * WARM_S, 0, WARM_MORE) == 0
+    steps = RehearsedSteps.__new__(RehearsedSteps)
+    monkeypatch.setattr(RehearsedSteps, "step", lambda self: StepTimes(0.0, 0.0, 0.0, 0.0, 0.0))
+    assert [len(steps.steps(count)) for count in (0, 1, 3)] == [0, 1, 3]

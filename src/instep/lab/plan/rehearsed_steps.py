@@ -235,7 +235,7 @@ class RehearsedSteps:
         for _ in range(count):
             begins.append(time.perf_counter())
             found.append(self.step())
-        ends = [*begins[1:], time.perf_counter()]
+        ends = [*begins[1:], time.perf_counter()][:count]
         return [
             each._replace(whole=end - begin)
             for each, begin, end in zip(found, begins, ends, strict=True)
