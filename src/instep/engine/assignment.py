@@ -315,6 +315,15 @@ class Lockstep:
         slowest = [max(seconds[n : n + ranks]) for n in firsts]
         return self.dealing.after_step(slowest, samples, -(-parts // self._unit))
 
+    @property
+    def is_fastest(self) -> bool | None:
+        """Whether this rank is dealt most of a whole step, the first of several; None where all are
+        dealt evenly."""
+        if self.dealing.speeds is None:
+            return None
+        counts, _ = self.dealt()
+        return counts.index(max(counts)) == self.form.rank
+
     def dealt(self) -> tuple[list[int], list[float]]:
         """For each of `workers`: how many micro-batches of a whole step it has from now on, and the
         speed by which; ranks of one replica have the same."""

@@ -103,6 +103,23 @@ def test_servers_are_dealt_nothing_and_stand_in_no_record():
     assert all(each == records[0] for each in records)
 
 
+def test_one_of_those_that_are_dealt_most_is_the_fastest_once_work_is_dealt_by_speed():
+    train, members = TrainSpec(global_batch=32, micro_batches=8), [0, 1, 2]
+    forms = [Form(generation=1, rank=rank, members=members) for rank in members]
+    ranks = [Lockstep(form, train, Batches(32, 32), by_speed=True) for form in forms]
+    assert [rank.is_fastest for rank in ranks] == [None] * 3
+    for step in range(1, 30):
+        counts = []
+        for rank in ranks:
+            ((where, share),) = rank.plan(step, step, merge=False)
+            rank.prepared(0, step, where)
+            counts.append(len(share.passes))
+        seconds = [n * each for n, each in zip(counts, [0.3, 0.05, 0.05], strict=True)]
+        assert len({rank.measured(where, seconds) for rank in ranks}) == 1
+    assert counts[1] > counts[0]
+    assert [rank.is_fastest for rank in ranks] == [False, True, False]
+
+
 @given(holders=st.dictionaries(st.integers(0, 7), st.integers(0, 2)), draining=st.booleans())
 def test_what_somebody_holds_stays_with_its_holder_and_the_rest_is_dealt_evenly(holders, draining):
     """But nothing with one that leaves: it has handed over already what others do not have."""

@@ -197,6 +197,19 @@ def test_a_loss_that_leaves_samples_out_once_they_are_learnt_is_named_then(loss,
     assert state.trial.same is not mixes
 
 
+def test_where_work_is_dealt_by_speed_the_fastest_worker_tries_the_trained_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    late, _, said = late_trial({"compute_loss": hard}, model)
+    where = position(4, 320, 16)
+    slow, fast = (share_of(where, 4, 2, rank, merge=False, speeds=(1.0, 3.0)) for rank in (0, 1))
+    model[2].bias.data -= 30.0
+    late.try_trained(where, slow, 16, fastest=False)
+    assert not said
+    late.try_trained(where, fast, 16, fastest=True)
+    assert said[0]["verdict"].startswith("no: in step 16, compute_loss ")
+
+
 def squared_when_small(loss):
     loss.register_forward_hook(lambda module, given, found: found.square() if found < 99 else found)
     return loss

@@ -87,16 +87,26 @@ class LateTrial:
                 self._try_odd(where, odd, step)
             yield read
 
-    def try_trained(self, where: Position, share: Share, step: int) -> None:
-        """Try the model as it is now, if it is time and this worker has the step's first sample.
+    def try_trained(
+        self, where: Position, share: Share, step: int, *, fastest: bool | None = None
+    ) -> None:
+        """Try the model as it is now, if it is time and it is for this worker to do, for which the
+        others wait: the one that is dealt most, or else the one with the step's first sample.
+
+        Args:
+            where: the step.
+            share: of it.
+            step: its number.
+            fastest: whether this worker is dealt most; None where all are dealt evenly.
 
         Raises:
             SpecError: the result may be another than that of one machine, and `check.strict`.
         """
         self._say_what_is_lost(step)
-        first = share.passes[0].samples.first if share.passes else -1
+        if fastest is None or self._job.data.parts or self._forward.recipe.given["train"].streams:
+            fastest = bool(share.passes) and share.passes[0].samples.first == where.first
         is_time = _is_time(step) or step == self._last
-        if not (is_time and first == where.first and self._trial.same and self._may()):
+        if not (is_time and fastest and self._trial.same and self._may()):
             return
         before, found = self._trial, self._trial
         try:

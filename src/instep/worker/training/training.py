@@ -341,7 +341,8 @@ class Training(Loop):
     ) -> Generator[Step, None, Results]:
         yield from ()  # only own loops yield in the middle of a step
         if self._private is None:
-            self._late.try_trained(where, share, self.step)
+            fastest = self.engine.assignment.is_fastest
+            self._late.try_trained(where, share, self.step, fastest=fastest)
         if self.recipe.collates and self._private is None and self._once is None:
             loads = self._late.tried(where, loads, self.step)
         try:
