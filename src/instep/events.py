@@ -45,6 +45,10 @@ class Kind(IntEnum):
     RANGE = 0
     """A range of the global batch: consecutive micro-batches."""
 
+    AWAY = 1
+    """Data that a participant would have taken in a round that was without it: its host was lost.
+    The worker is one of those that took the round."""
+
 
 LEDGER = np.dtype(
     [
@@ -61,10 +65,9 @@ LEDGER = np.dtype(
 )
 """A unit of work in one committed step, and the worker that did it.
 
-Today there is one `Kind`, and one record for each worker and step, whose range is all of
-the worker's work; it is empty for a worker without work. In a round of
-averaging in which the members changed, a worker may have several. A strategy that divides work
-differently gets a kind of its own, and then one record for each unit.
+There is one record for each worker and step, whose range is all of the worker's work; it is empty
+for a worker without work. In a round of averaging in which the members changed, a worker may have
+several, and where participants have data of their own there is one for each of these.
 """
 
 _HEADER = struct.Struct(

@@ -131,6 +131,8 @@ def _of_split(job: JobSpec) -> Iterator[InstepError]:
             f"{data.parts} with sync.participants = {job.sync.participants}. Set both to one "
             "number."
         )
+    if data.parts and job.sync.sealed:
+        yield from _of_bound(job)
     if data.split:
         yield from caught(lambda: SPLITS.check(data.split, "data.split"))
     for key in ("groups", "times"):  # of labels much else speaks
@@ -140,6 +142,23 @@ def _of_split(job: JobSpec) -> Iterator[InstepError]:
                 f"data.{key} = {given!r}, and data.split = {data.split!r} does not use it. Leave "
                 f"it out, or set data.split to {listed(uses, 4)}."
             )
+
+
+def _of_bound(job: JobSpec) -> Iterator[InstepError]:
+    """Refuse what would have a host read data of a participant of another one."""
+    both = f"sync.options.secure_sums = true with data.parts = {job.data.parts}"
+    if job.own_data != "parts":
+        yield SpecError(
+            f"{both} and sync.options.partition = {job.own_data!r}: samples of one participant "
+            "would lie on several hosts, and each is computed where all of its data lie. Set "
+            "sync.options.partition = 'parts', or leave data.parts out."
+        )
+    if job.data.split:
+        yield SpecError(
+            f"{both} and data.split = {job.data.split!r}: every host would validate on samples of "
+            "participants of others. Give Recipe.validate a dataset that lies on each host, and "
+            "leave data.split out."
+        )
 
 
 def _check_arguments(job: JobSpec) -> None:

@@ -202,6 +202,7 @@ class Master:
             members=first_members(self._job.workers, servers),
             ranks=self._job.mesh.ranks,
             drains=self._job.sync.own_state and self._job.sync.name not in LEASED,
+            bound=self._job.sync.sealed > 0 and self._job.data.parts > 0,
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",

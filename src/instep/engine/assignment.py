@@ -11,17 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
 from instep.data.dealing import deal
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
-from instep.data.parts.near import Held, deal_near
-from instep.data.parts.order import PartsOrder
 from instep.engine.dealing import Dealing, Speeds
 from instep.engine.passes import (
+    Near,
     Share,
     deal_units,
     part_of,
@@ -61,46 +58,6 @@ def finished(step: int, held: Sequence[Iterable[int]]) -> Finished:
     """
     ranks = reversed(list(enumerate(held)))
     return Finished(step, {unit: rank for rank, units in ranks for unit in units})
-
-
-class Near(NamedTuple):
-    """Tells what lies where, of a dataset in parts; the same figures on all members."""
-
-    order: PartsOrder | OwnRounds
-    """Participants with data of their own are parts by themselves."""
-    held: Held
-    """By rank: samples of each part, or of each participant."""
-
-    def parts_of(self, step: int, where: Position, micro_batches: int) -> list[int]:
-        """The part that each micro-batch of a step draws from: that of its middle; or the
-        participants of a round."""
-        if isinstance(self.order, OwnRounds):
-            return self.order.who(step)
-        cuts = [positions_of(where, range(n, n + 1), micro_batches) for n in range(micro_batches)]
-        middles = np.array([(low + high) // 2 for low, high in cuts], np.int64)
-        found: list[int] = self.order.parts_at(np.minimum(middles, where.stop - 1)).tolist()
-        return found
-
-    def units(
-        self,
-        step: int,
-        where: Position,
-        micro_batches: int,
-        working: Sequence[int],
-        speeds: Speeds | None,
-    ) -> list[list[int]]:
-        """The micro-batches of each rank in a step; those that do not work have none."""
-        parts = self.parts_of(step, where, micro_batches)
-        dealt = deal_near(parts, [self.held[rank] for rank in working], speeds)
-        units = dict(zip(working, dealt, strict=True))
-        return [units.get(rank, []) for rank in range(len(self.held))]
-
-    def usual(
-        self, batch: int, micro_batches: int, speeds: Speeds | None, working: Sequence[int]
-    ) -> list[int]:
-        """How many of so many micro-batches each rank has in the first step of an epoch."""
-        first = Position(0, 0, min(batch, self.order.samples))
-        return [len(units) for units in self.units(1, first, micro_batches, working, speeds)]
 
 
 class Lockstep:
@@ -210,11 +167,16 @@ class Lockstep:
         passes = [part_of(where, parts, each, self._mesh.shard, place) for each in share.passes]
         return share._replace(passes=passes)
 
-    def _around_finished(self, parts: int, speeds: Speeds | None) -> list[list[int]]:
+    def _around_finished(
+        self, step: int, where: Position, parts: int, speeds: Speeds | None
+    ) -> list[list[int]]:
         """The units of each rank: those that it holds, and its share of those that nobody does."""
         holders = self._finished.holders
         missing = [number for number in range(parts) if number not in holders]
         units = [[n for n in range(parts) if holders.get(n) == r] for r in range(self._ranks)]
+        if self._near is not None:
+            more = self._near.units(step, where, parts, self._working, speeds, holders)
+            return [sorted(held + dealt) for held, dealt in zip(units, more, strict=True)]
         for rank, part in zip(
             self._working, deal(len(missing), len(self._working), speeds), strict=True
         ):
@@ -226,17 +188,18 @@ class Lockstep:
     ) -> list[list[int]] | None:
         """The units of each rank, where they are no range for each."""
         if step == self._finished.step:
-            return self._around_finished(parts, speeds)
+            return self._around_finished(step, where, parts, speeds)
         if self._near is None:
             return None
         return self._near.units(step, where, parts, self._working, speeds)
 
     def _units(self, step: int, parts: int, speeds: Speeds | None) -> list[list[int]]:
         """The units of each rank, where each unit is a participant with data of its own."""
+        where = self._batches.of(step)
         if step == self._finished.step:
-            return self._around_finished(parts, speeds)
+            return self._around_finished(step, where, parts, speeds)
         if self._near is not None:
-            return self._near.units(step, self._batches.of(step), parts, self._working, speeds)
+            return self._near.units(step, where, parts, self._working, speeds)
         dealt = dict(zip(self._working, deal(parts, len(self._working), speeds), strict=True))
         return [list(dealt.get(rank, ())) for rank in range(self._ranks)]
 
@@ -276,9 +239,14 @@ class Lockstep:
         """The same, with a record for each participant; an empty one for a worker without."""
         parts, generation = own.of(step), self.form.generation
         nothing = len(parts), Position(where.epoch, where.stop, where.stop)
-        for worker, units in zip(self.workers, self._units(step, len(parts), speeds), strict=True):
+        dealt, away = self._units(step, len(parts), speeds), set(range(len(parts)))
+        for worker, units in zip(self.workers, dealt, strict=True):
+            away -= set(units)
             for unit, (epoch, *range_) in [(n, parts[n]) for n in units] or [nothing]:
                 yield (step, epoch, course, generation, worker, Kind.RANGE, unit, *range_)
+        for unit in sorted(away):
+            epoch, *range_ = parts[unit]
+            yield (step, epoch, course, generation, self.workers[0], Kind.AWAY, unit, *range_)
 
     def _ranges(self, where: Position, parts: int, speeds: Speeds | None) -> list[tuple[int, int]]:
         """Positions [first, stop) of each rank; empty for one that drains."""

@@ -7,13 +7,18 @@ model sees the other samples of its batch (BatchNorm), draws random numbers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from instep.data.dealing import deal
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
+from instep.data.participants import OwnRounds
+from instep.data.parts.near import Held, deal_near
+from instep.data.parts.order import PartsOrder
 from instep.job.train import TrainSpec
 
 OF_PASS = 1
@@ -189,3 +194,59 @@ def positions_of(position: Position, part: range, micro_batches: int) -> tuple[i
     begin, _ = micro_batch(position.first, position.stop, part.start, micro_batches)
     end, _ = micro_batch(position.first, position.stop, part.stop, micro_batches)
     return begin, end
+
+
+class Near(NamedTuple):
+    """Tells what lies where, of a dataset in parts; the same figures on all members."""
+
+    order: PartsOrder | OwnRounds
+    """Participants with data of their own are parts by themselves."""
+    held: Held
+    """By rank: samples of each part, or of each participant."""
+    bound: bool = False
+    """Whether a participant is computed by none but a rank that has all of its samples."""
+
+    def parts_of(self, step: int, where: Position, micro_batches: int) -> list[int]:
+        """The part that each micro-batch of a step draws from: that of its middle; or the
+        participants of a round."""
+        if isinstance(self.order, OwnRounds):
+            return self.order.who(step)
+        cuts = [positions_of(where, range(n, n + 1), micro_batches) for n in range(micro_batches)]
+        middles = np.array([(low + high) // 2 for low, high in cuts], np.int64)
+        found: list[int] = self.order.parts_at(np.minimum(middles, where.stop - 1)).tolist()
+        return found
+
+    def units(
+        self,
+        step: int,
+        where: Position,
+        micro_batches: int,
+        working: Sequence[int],
+        speeds: Sequence[float] | None,
+        taken: Container[int] = (),
+    ) -> list[list[int]]:
+        """The micro-batches of each rank in a step, but for those that are taken; ranks that do not
+        work have none. Where participants are bound to hosts, some may be with nobody."""
+        parts = self.parts_of(step, where, micro_batches)
+        held = [self.held[rank] for rank in working]
+        left = [n for n, part in enumerate(parts) if n not in taken and self._may(part, held)]
+        dealt = deal_near([parts[n] for n in left], held, speeds, lends=not self.bound)
+        units = {r: [left[n] for n in each] for r, each in zip(working, dealt, strict=True)}
+        return [units.get(rank, []) for rank in range(len(self.held))]
+
+    def _may(self, part: int, held: Held) -> bool:
+        """Whether somebody may compute it."""
+        if not (self.bound and isinstance(self.order, OwnRounds)):
+            return True
+        return any(each[part] >= self.order.sizes[part] for each in held)
+
+    def away(self) -> list[int]:
+        """Participants whose data lie with nobody who may compute them."""
+        return [n for n in range(len(self.held[0])) if not self._may(n, self.held)]
+
+    def usual(
+        self, batch: int, micro_batches: int, speeds: Sequence[float] | None, working: Sequence[int]
+    ) -> list[int]:
+        """How many of so many micro-batches each rank has in the first step of an epoch."""
+        first = Position(0, 0, min(batch, self.order.samples))
+        return [len(units) for units in self.units(1, first, micro_batches, working, speeds)]

@@ -47,7 +47,12 @@ from instep.control.decisions.events import (
     Tick,
     WentBack,
 )
-from instep.control.decisions.generations import BUILDING_S, FIRST_MEETING_S, MEETING_S
+from instep.control.decisions.generations import (
+    BOUND_S,
+    BUILDING_S,
+    FIRST_MEETING_S,
+    MEETING_S,
+)
 from instep.control.decisions.phases import Phase, TransitionError
 from instep.control.decisions.state import State, TimeLimit, first_members
 from instep.control.stop_rules import Fired
@@ -683,6 +688,23 @@ def test_training_waits_for_a_replacement_that_takes_up_state_only_the_lost_work
     state, actions = at(replace(state, drains=True), 60.0, Joined(1), Tick(step=4))
     assert (state.phase, actions) == ("gathering", [])
     _, actions = at(state, 61.0, Built(1))
+    assert [worker for worker, _, _ in formed(actions)] == [0, 1, 2]
+
+
+def test_training_waits_for_who_alone_has_data_until_its_host_seems_lost():
+    left = Broke(0, 1), Broke(2, 1)
+    state, _ = after(*everybody_joined(3), KILL, *left, workers=3, recovers=True)
+    bound = replace(state, bound=True)
+    early, actions = at(bound, BOUND_S - 0.01, Tick(step=4))
+    assert (early.phase, actions) == ("gathering", [])
+    late, actions = at(early, BOUND_S, Tick(step=4))
+    assert formed(actions) == [(0, 2, 0), (2, 2, 1)], "no process has come"
+    assert at(late, 90.0, Joined(1), Built(1))[1] == [
+        Send(worker, Regroup(generation=2)) for worker in (0, 2)
+    ]
+    there, actions = at(early, 100.0, Joined(1), Tick(step=4))
+    assert (there.phase, actions) == ("gathering", []), "its process gets ready"
+    _, actions = at(there, 101.0, Built(1))
     assert [worker for worker, _, _ in formed(actions)] == [0, 1, 2]
 
 

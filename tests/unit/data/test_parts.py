@@ -20,7 +20,8 @@ from instep.data.parts.cut import cut, in_parts, parts_order
 from instep.data.parts.near import deal_near, holders
 from instep.data.parts.order import PartsOrder
 from instep.data.torch_loader import LoaderParts
-from instep.engine.assignment import Lockstep, Near
+from instep.engine.assignment import Lockstep
+from instep.engine.passes import Near
 from instep.errors import DataError, SpecError
 from instep.job import file as spec_file
 

@@ -135,7 +135,7 @@ def test_below_the_least_a_round_is_refused_and_nothing_was_sent_but_who_has_som
         sent.extend(heard.sent)
 
     run_ranks(2, refused)
-    assert [tuple(each.shape) for each in sent] == [(2, PARTICIPANTS)] * 2
+    assert [tuple(each.shape) for each in sent] == [(3, PARTICIPANTS)] * 2
 
 
 def test_what_leaves_a_rank_in_a_masked_round_looks_random_and_in_an_open_one_is_the_part():
@@ -191,6 +191,43 @@ def test_losses_of_a_round_are_not_summed_again_of_others_either():
     with pytest.raises(WorkerError, match="was summed up of 5 participants before"):
         run_ranks(1, again)
     assert [each.dtype for each in sent] == [torch.int32]  # who has something to give
+
+
+def test_participants_that_are_on_no_rank_are_missed_and_the_sum_is_the_open_one_of_the_others():
+    given = {of: gift for of, gift in gifts().items() if of != 3}
+    ((opened, figures, *_),) = run_ranks(1, lambda comm: taken(comm, given))
+    every = run_ranks(3, lambda comm: taken(comm, given, 3))
+    assert all(map(torch.equal, every[0][0], opened))
+    assert figures == every[0][1]
+    assert figures[1] == sum(SIZES) - SIZES[3]
+
+
+def test_a_round_that_was_opened_of_one_that_is_gone_moves_nothing_on_any_rank():
+    """The ranks of the second attempt are other processes in part: one knows what was opened."""
+
+    def again(comm):
+        mean = ClippedMean(CLIP, PARTICIPANTS, least=3, job=bytes(32))
+        mean.start(parameters(), comm, Generation(notes=2, parts=5, at=Attempt(0, 2, 1)))
+        found = []
+        for number, without in ((3, ()), (3, (2,)), (4, (2,))):
+            if without and number == 3 and comm.rank == 1:
+                mean = ClippedMean(CLIP, PARTICIPANTS, least=3, job=bytes(32))
+                mean.start(parameters(), comm, Generation(notes=2, parts=5, at=Attempt(0, 2, 1)))
+            here = {n: g for n, g in gifts().items() if n % 2 == comm.rank and n not in without}
+            mean.begin_step(Attempt(0, number, 1 + len(found)))
+            for each, gift in here.items():
+                mean.begin_pass(gift.weight / WHOLE, last=False, unit=each)
+                for slot, moved in enumerate(gift.moved):
+                    mean.gradient(slot, moved)
+            figures = mean.figures(here)
+            mean.exchange(torch.zeros(2, dtype=torch.float64))
+            moved = [bool(bucket.flat[:1].abs().sum()) for bucket in mean._buckets]
+            found.append((mean.void, math.isnan(figures[0]), any(moved)))
+            mean.abandon()
+        return found
+
+    for found in run_ranks(2, again):
+        assert found == [(False, False, True), (True, True, False), (False, False, True)]
 
 
 def test_ranks_with_different_jobs_do_not_agree():

@@ -15,8 +15,9 @@ from instep.control.decisions.actions import Action, GoBack, Log, Send, Start
 from instep.control.decisions.phases import IN_A_GROUP, KILLED, Phase
 from instep.control.decisions.state import State
 
-BUILDING_S = 1.0
-"""How long the others wait for a replacement that gets ready, before they continue without it."""
+BUILDING_S, BOUND_S = 1.0, 15.0
+"""How long the others wait for a replacement that gets ready, before they continue without it; and
+for its process, where nobody else has the data of a lost one."""
 
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to connect, at least."""
@@ -50,11 +51,15 @@ def advance(state: State, now: float) -> tuple[State, list[Action]]:
 def _can_do_without(state: State, now: float) -> bool:
     """Whether the others train while a replacement is getting ready, and take it in later.
 
-    Not where members own state: its replacement takes up what the lost one had.
+    Not where members own state: its replacement takes up what the lost one had. Where nobody else
+    has its data, only while there is no process, as when its host is lost.
     """
-    if state.phase != "gathering" or state.drains or now < state.since + BUILDING_S:
+    least_s = BOUND_S if state.bound else BUILDING_S
+    if state.phase != "gathering" or state.drains or now < state.since + least_s:
         return False
     missing = state.wanted - state.whole(state.ready)
+    if state.bound and not missing <= state.those(frozenset({Phase.ABSENT})):
+        return False
     getting_ready = missing <= state.those(_GETTING_READY)
     work_goes_on = bool(state.holders & state.wanted - state.servers)
     return getting_ready and not missing & state.servers and work_goes_on

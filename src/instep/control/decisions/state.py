@@ -65,6 +65,8 @@ class State:
     """Whether all start again where one is lost: NCCL does not let go of those that wait for it."""
     drains: bool = False
     """Whether members own state, which one that leaves must hand over first."""
+    bound: bool = False
+    """Whether nobody else has the data that a member computes with: a lost one is waited for."""
     phase: RunPhase = "gathering"
     generation: int = 0
     group: tuple[int, ...] = ()

@@ -2,7 +2,8 @@
 
 Participant p has the region [offset, offset + size) of `0..samples-1`. In each epoch of its own,
 its samples stand there in an order of its own. So a slice of an epoch says all: whose samples,
-and which. Loaders and ledgers know no participants. Way in: `Regions`.
+and which. Loaders and ledgers know no participants. Ways in: `Regions`, and `HomeRegions` for a
+worker that reads nothing of other hosts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import numpy as np
 
 from instep.data.order import AnyOrder, Indices, Order, key
 from instep.data.shard_sizes import Lot, lot_of
+from instep.errors import DataError
 
 _OF_OWN_ORDER = 12
 """What a key is drawn for: the order of a participant's samples."""
+
+_TRIED = 4096
+"""Samples of this host of which what is tried is taken."""
 
 
 def offsets_of(sizes: Indices) -> Indices:
@@ -97,3 +102,37 @@ class Regions:
             make = self._order_of
             self._orders[number] = make(share, own) if make else Order(len(share), own)
         return self._orders[number]
+
+
+class HomeRegions:
+    """Regions for a worker that reads nothing of other hosts, also before it trains.
+
+    A loader is measured, and a model is tried, with samples at positions from 0. Here these are of
+    participants of this host, over and over. What is trained on stands behind them, as far as the
+    regions are long.
+
+    Args:
+        regions: of all participants.
+        home: positions in them that lie here; none where nothing does.
+    """
+
+    def __init__(self, regions: Regions, home: range) -> None:
+        self._regions, self.home = regions, home[:_TRIED]
+        self.samples = regions.samples
+
+    def behind(self, position: int) -> int:
+        """Where a position of the regions stands here."""
+        return position + self.samples
+
+    def indices(self, epoch: int, first: int, stop: int) -> Indices:
+        """The samples at positions [first, stop).
+
+        Raises:
+            DataError: what is tried is asked for, and nothing lies here.
+        """
+        if first >= self.samples:
+            return self._regions.indices(epoch, first - self.samples, stop - self.samples)
+        if not self.home:
+            raise DataError("no participant has its data on this host, so nothing can be tried.")
+        whole = self._regions.indices(epoch, self.home.start, self.home.stop)
+        return whole[np.arange(first, stop) % len(self.home)]

@@ -23,7 +23,11 @@ def holders(held: Held, part: int) -> list[int]:
 
 
 def deal_near(
-    parts: Sequence[int], held: Held, speeds: Sequence[float] | None = None
+    parts: Sequence[int],
+    held: Held,
+    speeds: Sequence[float] | None = None,
+    *,
+    lends: bool = True,
 ) -> list[list[int]]:
     """Assign micro-batches to workers that have their samples.
 
@@ -32,6 +36,7 @@ def deal_near(
         held: of each worker, 1 or more.
         speeds: micro-batches per second of each worker, above 0; only their ratios count. Without
             them, nobody lends.
+        lends: whether a worker may compute what it does not have.
 
     Returns:
         For each worker the numbers of its micro-batches, ascending; each is in one list. Those
@@ -47,7 +52,7 @@ def deal_near(
     for number in sorted(range(len(parts)), key=lambda n: (len(by_part[parts[n]]), n)):
         able = by_part[parts[number]]
         dealt[min(able, key=lambda worker: (seconds(worker, 1), worker))].append(number)
-    while speeds is not None:
+    while lends and speeds is not None:
         last = max(range(len(held)), key=lambda worker: (seconds(worker), -worker))
         first = min(range(len(held)), key=lambda worker: (seconds(worker, 1), worker))
         if not dealt[last] or seconds(first, 1) >= (1 - LEAST) * seconds(last):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +89,8 @@ class ClippedMean(AllReduce):
         """Digest of the parameters, once an attempt has asked for it."""
         self._opened: tuple[tuple[int, int], list[int]] | None = None
         """Course and number of the last round that was opened here, and of whom."""
+        self.void = False
+        """Whether the round moves nothing: its sums were opened of a participant that is gone."""
 
     @property
     def sealed(self) -> bool:
@@ -119,7 +121,8 @@ class ClippedMean(AllReduce):
         """Sum up the losses of all participants, and what they are a mean of.
 
         Every rank calls it before `exchange`; those whose weight is 0, or who are not finite, have
-        no part in the round.
+        no part in the round. Where its sums were opened before, of one who is on no rank now,
+        nobody has: the difference of the two could be what that one gave.
 
         Args:
             here: by participant of this rank.
@@ -137,13 +140,9 @@ class ClippedMean(AllReduce):
                     "number of samples. Have the loss be a mean over samples."
                 )
         giving = self._giving(here)
-        table = torch.zeros(2, self._participants, dtype=torch.int32)
-        table[0, list(here)], table[1, giving] = 1, 1
-        gathering = self._comm.all_reduce(table)
-        if self.sealed:
-            self._model()  # while others come
-        gathering.wait()
-        members, self._come = (row.nonzero().flatten().tolist() for row in table)
+        members = self._gathered(here, giving)
+        if self.void:
+            return math.nan, 0.0
         numbers = torch.zeros(4, dtype=torch.int64)
         for of in giving:
             gift, finite = here[of], math.isfinite(here[of].total)
@@ -170,6 +169,26 @@ class ClippedMean(AllReduce):
                 "list of participants. Resume the run."
             )
         return (math.nan if strange else loss / _FINE), weight / _FINE
+
+    def _gathered(self, here: Collection[int], giving: Sequence[int]) -> list[int]:
+        """Tell the ranks who is on this one, and who has something to give; who is on any.
+
+        Where the sums of the round were opened of one who is on no rank now, it is void, and nobody
+        has a part in it.
+        """
+        table = torch.zeros(3, self._participants, dtype=torch.int32)
+        opened = self._opened[1] if self._opened and self._opened[0] == self._round else []
+        table[0, list(here)], table[1, giving], table[2, opened] = 1, 1, 1
+        gathering = self._comm.all_reduce(table)
+        if self.sealed:
+            self._model()  # while others come
+        gathering.wait()
+        rows: list[list[int]] = [row.nonzero().flatten().tolist() for row in table]
+        members, self._come, known = rows
+        self.void = not set(known) <= set(members)
+        if self.void:
+            self._come, self._opened = [], (self._round, known)
+        return members
 
     def _giving(self, here: Mapping[int, Gift]) -> list[int]:
         """Who of this rank has something to give; notes how much."""
@@ -219,17 +238,25 @@ class ClippedMean(AllReduce):
             apply_masks(self._masks, whole.numpy(), place)
         return super()._send(number, bucket)
 
+    @property
+    def _round(self) -> tuple[int, int]:
+        """Course and number of the round that is summed."""
+        return self._attempt.course, self._attempt.number
+
     def _note_list(self) -> None:
         """Refuse to open the sums of a round once more, unless of the same participants: before
         the first of them, as losses and weights tell of the one that is missing too."""
-        at = self._attempt.course, self._attempt.number
+        at = self._round
         if self._opened is not None and self._opened[0] == at and self._opened[1] != self._come:
-            raise WorkerError(
-                f"round {self._attempt.number} was summed up of {len(self._opened[1])} "
-                f"participants before, and would be of {len(self._come)} now: the difference could "
-                "be what one of them has given. Resume the run from its last checkpoint."
-            )
+            raise self._opened_before(len(self._opened[1]))
         self._opened = at, list(self._come)
+
+    def _opened_before(self, of: int) -> WorkerError:
+        return WorkerError(
+            f"round {self._attempt.number} was summed up of {of} participants before, and would be "
+            f"of {len(self._come)} now: the difference could be what one of them has given. Resume "
+            "the run from its last checkpoint."
+        )
 
     def _context(self, what: str, members: Sequence[int]) -> bytes:
         """Digest that masks are bound to: of job, attempt at a round, model, and participants."""

@@ -63,6 +63,8 @@ class PrivateMean(ClippedMean):
                 for of, gift in here.items()
             }
             super().figures(silent)
+            if self.void:  # noise on a sum of nobody would be a second content
+                raise self._opened_before(self._participants)
         else:
             self._come = self._giving(here)
         return 0.0, 0.0

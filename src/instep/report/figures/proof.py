@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
 from instep.errors import RunError
-from instep.events import LEDGER, LEDGER_START
+from instep.events import LEDGER, LEDGER_START, Kind
 from instep.privacy.figures import privacy_figures
 from instep.privacy.proof import PrivacyProof, prove_privacy
 from instep.store.audit import Audit, EpochAudit, Stretch
@@ -109,6 +109,7 @@ class Proof:
                 for each in self.audit.epochs
             ],
             "skipped": len(self.run.skipped),
+            "away": left_out(self.run)["away_samples"],
             "untiled_steps": list(self.untiled),
             "altered_before": self.run.altered_before,
             "sha256": self.audit.sha256,
@@ -124,6 +125,10 @@ class Proof:
             if self.run.skipped:
                 why = "the sample could not be read and was left out of its step"
                 lines.append(f"skipped {plural(len(self.run.skipped), 'position')}: {why}")
+            if len(away := away_in(self.run)):
+                rounds = plural(len(np.unique(away["step"])), "round")
+                why = "the host that has its data was lost"
+                lines.append(f"away    in {rounds} a participant was missing: {why}")
             used = readable_count(self.audit.used)
             lines.append(f"total   {used} samples used, {fault_counts(self.audit)}")
             lines.append(f"sha256  {self.audit.sha256} of every (epoch, position)")
@@ -203,6 +208,28 @@ def fault_counts(audit: Audit | EpochAudit, *, zeros: bool = True) -> str:
     """`3 repeated, 0 missing, 0 not due`; without `zeros` only what is above 0."""
     counts = {"repeated": audit.repeated, "missing": audit.missing, "not due": audit.stray}
     return ", ".join(f"{readable_count(n)} {what}" for what, n in counts.items() if n or zeros)
+
+
+def left_out(run: RunFolder) -> dict[str, int]:
+    """Samples of committed steps that nobody trained on: they could not be read, or their
+    participants were away."""
+    away = away_in(run)
+    samples = int((away["stop"] - away["first"]).sum())
+    return {"skipped_samples": len(run.skipped), "away_samples": samples}
+
+
+def away_in(run: RunFolder) -> Records:
+    """Records of participants that a committed round was without, as their host was lost."""
+    records: Records = run.committed[run.committed["kind"] == Kind.AWAY]
+    return records
+
+
+def left_out_words(summary: dict[str, Any]) -> str:
+    """How many of the samples of a run were not trained on, as the end of a sentence."""
+    unread, away = summary["skipped_samples"], summary.get("away_samples")
+    text = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
+    several = f"{readable_count(away)} of them passed over as their host was lost" if away else ""
+    return f"{text}, {several}" if several else text
 
 
 def prove(run: RunFolder) -> Proof:

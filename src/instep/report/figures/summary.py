@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.figures.participants import spread_of
-from instep.report.figures.proof import altered_words, of_privacy
+from instep.report.figures.proof import altered_words, left_out, left_out_words, of_privacy
 from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_files import PARTS, Records
 from instep.store.run_folder import RunFolder
@@ -82,7 +82,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
         "ledger_altered_before": folder.altered_before,
-        "skipped_samples": len(folder.skipped),
+        **left_out(folder),
         "same_as_one_machine": folder.same_as_one_machine,
         "corruptions": len(folder.named("corruption_found")),
         "participants_apart": _apart(folder),
@@ -318,10 +318,8 @@ def exactness_words(summary: dict[str, Any]) -> str:
         return f"but the ledger was damaged: {altered_words(step)}"
     if (private := summary.get("privacy")) and private["sampling"] == "poisson":
         return "drawn at random for each step"
-    unread = summary["skipped_samples"]
-    left_out = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
     often = "as often as planned" if summary.get("classes") else "exactly once per epoch"
-    return f"each {often}{left_out}"
+    return f"each {often}{left_out_words(summary)}"
 
 
 def verdict_of(summary: dict[str, Any], *, over: bool = False) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.events import Kind
 from instep.report.figures.proof import altered_words
 from instep.report.figures.restarts import Restart, restarts
 from instep.report.figures.settings import flat
@@ -91,7 +92,8 @@ def who_did_what(folder: RunFolder) -> Html:
 
     Processes of one replica compute together: they have one row.
     """
-    done = folder.committed[~np.isin(folder.committed["worker"], [*folder.members.servers])]
+    done = folder.committed[folder.committed["kind"] == Kind.RANGE]
+    done = done[~np.isin(done["worker"], [*folder.members.servers])]
     if not len(done):
         return Html("")
     ranks = folder.spec.mesh.ranks

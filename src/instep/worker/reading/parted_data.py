@@ -2,7 +2,8 @@
 
 With `data.parts` each worker looks which shards of its datasets lie in their folders, and tells the
 others: before it reads anything, by way of the master, and again when a group forms. So all members
-know who has what, and with `data.copies` which host copies what. Way in: `PartedData`.
+know who has what, and with `data.copies` which host copies what. With `secure_sums` nobody is given
+samples: a participant is computed where its data lie. Way in: `PartedData`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ class PartedData:
         datasets: those of its recipe.
 
     Raises:
-        DataError: some shard is on no host, or other workers have other manifests.
+        DataError: some shard is on no host, or other workers have other manifests; or samples to
+            validate on are not here, and nobody gives them.
         Released: the run does not need this worker.
     """
+
+    bound = False
+    """Whether samples stay on their hosts."""
 
     def __init__(self, member: Member, *datasets: Any) -> None:
         self._member = member
@@ -55,14 +60,18 @@ class PartedData:
         self._sets = {each.manifest.sha256: each for each in found}
         self._train = next(sets_in(datasets[0]), None)
         token, shown = member.token, member.credentials
-        self._open = OpenDoor(member.outside, self._sets, token, shown)
+        if member.job.sync.sealed and self._train is not None:
+            self.bound = not self._train.reads_elsewhere
+        given = {} if self.bound and member.job.data.copies < 2 else self._sets
+        self._open = OpenDoor(member.outside, given, token, shown)
         self._board = Board()
-        self._peers = peers.Peers(self._board, token, shown)
+        self._peers = peers.NoPeers() if self.bound else peers.Peers(self._board, token, shown)
         peers.use(self._peers)
         self._copies_peers = peers.Peers(self._board, token, shown)  # else training would wait
         self._copiers = self._made_copiers()
         own = self._told()
-        if self._train is not None and not any(own.holdings[0].shards):
+        self._check_validation(own)
+        if self._train is not None and not (any(own.holdings[0].shards) or self.bound):
             member.warn(
                 f"worker {member.number} on {own.node} has no shard in {self._train.folder}: all "
                 "that it computes comes over the network."
@@ -76,6 +85,17 @@ class PartedData:
             HeldShards(sha256, str(each.folder), each.held) for sha256, each in self._sets.items()
         ]
         return PeerDoor(self._member.number, platform.node(), *self._open.address, holdings)
+
+    def _check_validation(self, own: PeerDoor) -> None:
+        for sha256, each in self._sets.items() if self.bound else ():
+            shards = range(len(each.manifest.shards))
+            whole = each is self._train or each.reads_elsewhere
+            if not (whole or all(own.has(sha256, number) for number in shards)):
+                raise DataError(
+                    f"{each.folder} on {own.node} has not all shards to validate on, and with "
+                    "sync.options.secure_sums and data.parts no host gives another one samples. "
+                    "Copy it whole to every host, or give shards() a source."
+                )
 
     def _leave(self) -> None:
         """Tell workers that start later what lies here now."""
@@ -106,8 +126,8 @@ class PartedData:
             doors = [msgspec.msgpack.decode(each, type=PeerDoor) for each in left]
             self._board.write([door for door in doors if door.worker != member.number])
             missing = next(self._missing(doors), None)
-            if missing is None:
-                break
+            if missing is None or (self.bound and member.others_have_state):
+                break  # rounds go on without those whose host is lost
             if len(doors) >= member.job.workers:
                 raise DataError(missing)
             time.sleep(LOOK_S)
@@ -138,6 +158,17 @@ class PartedData:
                 f"{'them' if len(gone) > 1 else 'it'} to one of them; or name another place that "
                 "has all: shards(folder, source=URL)."
             )
+
+    def holds(self, lots: Sequence[Lot]) -> list[bool]:
+        """Whether all samples of a part, or of a participant, lie here: of each.
+
+        Args:
+            lots: where they stand.
+        """
+        if self._train is None:
+            return [False] * len(lots)
+        own, name = self._told(), self._train.manifest.sha256
+        return [all(own.has(name, int(number)) for number in numbers) for numbers, _ in lots]
 
     @property
     def given(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ a mesh computes a participant with all its ranks (`shared_steps.py`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ from instep.worker.rounds.local_states import (
 )
 from instep.worker.rounds.participant import Participant, Way, local_steps_of, refuse_buffers
 from instep.worker.rounds.round_update import RoundUpdate
-from instep.worker.rounds.summing import clipped_mean
+from instep.worker.rounds.summing import VOID, clipped_mean
 
 
 def equip(
@@ -117,6 +118,7 @@ class Rounds(Compute):
         activity: told what is being done.
         shared: how the ranks of this replica compute a local step, where they are several.
         mean: sums what participants give, in a way of its own, if there is one.
+        warn: called with what a person is to know.
     """
 
     def __init__(
@@ -130,11 +132,12 @@ class Rounds(Compute):
         activity: Activity,
         shared: SharedSteps | None = None,
         mean: ClippedMean | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
         self._shared, update.slots = shared, engine.turn.slots
         self._job, self._seed, self._batches = job, job.seed, batches
-        self._left, self._activity = left, activity
+        self._left, self._activity, self._warn = left, activity, warn
         self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
         self._at = (0, 0)  # course and number of a round
         self._who: Callable[[int], list[int]] = Sampling.of_job(job).of
@@ -238,6 +241,9 @@ class Rounds(Compute):
             refuse_buffers(ways, "sync.options.secure_sums")
         here = {w.participant: Gift(w.whole, w.total, w.size, w.moved) for w in ways}
         found = Weighed(*clipped.figures(here))
+        if clipped.void:
+            found = Weighed(math.nan, float(self._engine.where.size))
+            self._warn(VOID.format(self._at[1]))
         self._engine.clock.lap(since, "wire")
         return {0: found} if self._engine.comm.rank == 0 else {}
 

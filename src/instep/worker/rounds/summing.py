@@ -10,6 +10,12 @@ import msgspec
 from instep.job.spec import JobSpec
 from instep.privacy.secure.clipped import ClippedMean
 
+VOID = (
+    "round {} moves nothing: its sums had been opened with a participant whose host was lost then, "
+    "and a second sum could tell what that one gave."
+)
+"""Tells a person of such a round."""
+
 
 class HowSummed(TypedDict):
     """Settings of a job that its sums need."""

@@ -52,9 +52,16 @@ def compute_for(
         shared = None
         if replica is not None:
             shared = SharedSteps(engine, forward, inputs.train, update, *given[1:], replica)
-        batches = inputs.batches
         return Rounds(
-            engine, forward, update, job, batches, left=left, activity=activity, shared=shared
+            engine,
+            forward,
+            update,
+            job,
+            inputs.batches,
+            left=left,
+            activity=activity,
+            shared=shared,
+            warn=member.warn if member.number == 0 else lambda text: None,
         )
     if replica is not None:
         return OnMesh(engine, MeshPass(forward, replica, reads), Works(*given), activity)

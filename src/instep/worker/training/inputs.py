@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
+from torch.utils.data import default_collate
+
 from instep.data.batches import Batches
-from instep.data.loader import Loader
+from instep.data.loader import Loader, Slice
 from instep.data.order import AnyOrder
+from instep.data.partition.regions import HomeRegions
 from instep.data.samples.contents import Record
 from instep.data.weighted import HowSampled
 from instep.engine.member import Member
@@ -32,7 +37,12 @@ class Inputs(NamedTuple):
 
     @classmethod
     def begun(
-        cls, member: Member, forward: Forward, own_data: OwnData | None, planned: PlannedData
+        cls,
+        member: Member,
+        forward: Forward,
+        own_data: OwnData | None,
+        planned: PlannedData,
+        home: range | None = None,
     ) -> Inputs:
         """Make the loaders, and begin to read: their processes are forked before groups exist.
 
@@ -41,8 +51,11 @@ class Inputs(NamedTuple):
             forward: of the recipe.
             own_data: what participants of rounds have, where they have data of their own.
             planned: the order of `train`, and what each commit takes of it.
+            home: where the samples stand that may be read before it is trained; None for all.
         """
-        order = own_data.train if own_data is not None else planned.how
+        order: AnyOrder | HowSampled = planned.how if own_data is None else own_data.train
+        if own_data is not None and home is not None:
+            order = HomeRegions(own_data.train, home)
         train = _loader(member, forward.recipe, "train", order)
         validate = None
         if forward.recipe.validate is not None:
@@ -50,8 +63,23 @@ class Inputs(NamedTuple):
             validate = _loader(member, forward.recipe, "validate", divided)
         inputs = cls(member, forward, train, validate, planned.batches)
         for each in inputs.loaders:
-            each.begin()
-        return inputs
+            if not _reads_nothing(each.order):
+                each.begin()
+        with inputs.at_home():
+            return inputs
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """In this context `train` reads what may be read before it is trained, from position 0."""
+        order = self.train.order
+        if not isinstance(order, HomeRegions):
+            yield
+            return
+        self.train.put_in_place()
+        try:
+            yield
+        finally:
+            self.train.put_in_place(partial(_behind, order))
 
     @property
     def job(self) -> JobSpec:
@@ -110,23 +138,35 @@ class Inputs(NamedTuple):
 def _loader(
     member: Member, recipe: Recipe, name: str, order: AnyOrder | HowSampled | None
 ) -> Loader:
-    collate = recipe.collate
+    collate, processes = recipe.collate, None if member.role == "worker" else 0
+    if _reads_nothing(order):  # nor is it measured how to read
+        collate, processes = collate or recipe.given[name].collate or default_collate, 0
     if member.job.privacy.protects == "sample" and name == "train":
         own = collate or recipe.given[name].collate
         collate = CollateApart(own) if own is not None else None
+    hidden = member.job.privacy.on or member.job.sync.sealed
     return Loader.of_job(
         member.job,
         recipe.given[name],
         "training" if name == "train" else "validation",
         order=order,
-        processes=None if member.role == "worker" else 0,  # a server reads little
+        processes=processes,  # a server reads little
         collate=collate,
         augment=recipe.augment,
         marks=member.marks,
-        contents="off" if member.job.privacy.on else member.job.check.content,
+        contents="off" if hidden else member.job.check.content,
         say=lambda text: member.emit("warning", text=f"worker {member.number}: {text}"),
         tells=True,
     )
+
+
+def _reads_nothing(order: object) -> bool:
+    """Whether no sample may be read before it is trained on."""
+    return isinstance(order, HomeRegions) and not order.home
+
+
+def _behind(order: HomeRegions, part: Slice) -> Slice:
+    return part._replace(first=order.behind(part.first), stop=order.behind(part.stop))
 
 
 def validation_refusals(job: JobSpec, recipe: Recipe) -> Iterator[InstepError]:

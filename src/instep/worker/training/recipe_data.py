@@ -5,6 +5,7 @@ Way in: `RecipeData.of`. How batches are made of them is planned in `reading/pla
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ from instep.data.parts.order import PartsOrder
 from instep.data.reading.streams.shares import AnyTurns
 from instep.data.windowed import Windowed
 from instep.engine.alike import check_division, check_samples, check_shards
-from instep.engine.assignment import Near
 from instep.engine.member import Member
+from instep.engine.passes import Near
+from instep.errors import DataError
 from instep.recipe.recipe import Recipe
+from instep.words import listed
 from instep.worker.reading import data_split, dataset_check
 from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.planned_data import PlannedData, say_balance, say_chosen, say_lengths
@@ -118,13 +121,43 @@ class RecipeData(NamedTuple):
             return None
         assert isinstance(order, PartsOrder | OwnRounds), "the order of a set in parts"
         held = self.parted.meet(comm, order.lots, device)
+        near = Near(order, held, self.parted.bound)
         if comm.rank == 0:
             self.member.emit(
                 "parts_placed",
                 sizes=[int(samples.sum()) for _, samples in order.lots],
                 held={str(n): held[rank] for rank, n in enumerate(workers)},
             )
-        return Near(order, held)
+            if away := near.away():
+                several = "participants" if len(away) > 1 else "participant"
+                self.member.warn(
+                    f"{several} {listed(away, 8)}: the host that has the data is lost, and nobody "
+                    "else computes with them. Rounds go on without, until it is back."
+                )
+        return near
+
+    def home(self, own: OwnData | None) -> range | None:
+        """Positions that this worker may read before it trains: of participants whose data lie
+        here, as far as they follow each other; None where it may read all.
+
+        Raises:
+            DataError: there are none, and nobody has tried the recipe yet.
+        """
+        if self.parted is None or not self.parted.bound or own is None:
+            return None
+        here = self.parted.holds(own.rounds.lots)
+        if not any(here):
+            if not self.member.others_have_state:
+                raise DataError(
+                    f"worker {self.member.number} on {platform.node()} has the data of no "
+                    "participant, and with sync.options.secure_sums and data.parts each is "
+                    "computed where its data lie. Copy the shards of one there, or start fewer "
+                    "workers."
+                )
+            return range(0)
+        first = here.index(True)
+        last = here.index(False, first) if False in here[first:] else len(here)
+        return range(*own.train.offsets[[first, last]].tolist())
 
     def tell_given(self, step: int) -> None:
         """Tell, at the end of an epoch, what others got of the parts that lie here, and copies."""

@@ -18,9 +18,9 @@ from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.reading.streams.mixed import AnyStream
 from instep.engine.alike import check_division
-from instep.engine.assignment import Lockstep, Near
+from instep.engine.assignment import Lockstep
 from instep.engine.member import Member
-from instep.engine.passes import Share
+from instep.engine.passes import Near, Share
 from instep.engine.served.tables import ServedTables
 from instep.engine.state.average import Average
 from instep.engine.state.committed import Commit
@@ -155,7 +155,8 @@ class Training(Loop):
         self._reads = make_global(model) if job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, self.device, job.train.precision)
         self._own_data = None if self._private else own_data.divide(job, recipe)
-        self._inputs = Inputs.begun(member, self._forward, self._own_data, planned)
+        home = self._data.home(self._own_data)
+        self._inputs = Inputs.begun(member, self._forward, self._own_data, planned, home)
         self.batches, self.samples = planned.batches, planned.batches.samples
         return begun
 

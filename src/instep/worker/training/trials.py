@@ -59,7 +59,9 @@ class Trials:
         if not whole.small:
             return self.try_kept(try_blocks(*given, whole.fill), built)
         began = time.time()
-        trial = self.try_kept(try_recipe(*given, tells_trial(inputs.member)), built)
+        with inputs.at_home():
+            tried = try_recipe(*given, tells_trial(inputs.member))
+        trial = self.try_kept(tried, built)
         inputs.member.phases["trial"] = time.time() - began
         trial = self.try_validation(trial)
         if job.sync.votes:
