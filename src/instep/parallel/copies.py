@@ -3,7 +3,8 @@
 `torch.nn.utils.weight_norm` and `spectral_norm` leave the weight that they compute as an attribute,
 which is part of a graph and which torch refuses to copy. Each forward pass computes it anew, so a
 copy has its values alone. And an optimizer whose methods are hooks of the model (K-FAC) is copied
-with all its attributes, of which torch's own copy leaves out most.
+with all its attributes, of which torch's own copy leaves out most. A hook that closes
+over the model closes over the copy there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep.usercode.caches import rebind_caches
+from instep.usercode.closures import rebind_functions
 
 Given = TypeVar("Given")
 
@@ -41,6 +43,7 @@ def copied(given: Given, *, of: nn.Module | None = None) -> Given:
         memo = computed_anew(model)
     made = copy.deepcopy(given, memo)
     rebind_caches(memo)
+    rebind_functions(memo)
     return made
 
 

@@ -72,21 +72,21 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
         if maker.copy_models():  # a hook of theirs may use the model
             return try_optimizer(maker, trial, sync)
         return _could_not_step(name, error, trial)
-    saved = _saved(first, name, sync)
+    saved, loaded = _saved(first, name, sync), False
     try:
         _load(anew, first, saved)
+        loaded = True
         named = [each for each in _differing(first, anew) if each not in unlike]
-        still = named
-        for number in range(STEPS, STEPS + first.steps):
-            _take(number, maker, first, anew, times=_SPIKE if number == STEPS else 1.0)
-            if not _alike(first, anew):
-                return _lost(trial, name, named)
-            if number == STEPS and named:
-                now = _differing(first, anew)
-                still = [each for each in named if each in now]
+        still = _take_further(maker, first, anew, named)
     except Exception as error:  # of the user's functions
+        if maker.copy_models():
+            return try_optimizer(maker, trial, sync)
+        if loaded:
+            return _could_not_step(name, error, trial)
         what = f"cannot load its own state_dict() ({type(error).__name__}: {one_line(error)})"
         return trial._replace(verdict=f"no: the optimizer {name} {what}: {_WHO}")
+    if still is None:
+        return _lost(trial, name, named)
     if counted:
         return _may_be_lost(trial, f"{counted}, which each step changes,", "")
     if still:
@@ -101,6 +101,26 @@ def _take(number: int, maker: Maker, *stand_ins: StandIn, times: float = 1.0) ->
     given = [(name, gradient * times) for name, gradient in maker.gradients(number)]
     for each in stand_ins:
         each.step([(name, gradient.clone()) for name, gradient in given], number, maker.seed)
+
+
+def _take_further(
+    maker: Maker, first: StandIn, anew: StandIn, named: list[str]
+) -> list[str] | None:
+    """Take further steps of both, one of which was loaded.
+
+    Returns:
+        Which of the attributes that differed after loading still do after one step; None if the
+        steps moved the two differently.
+    """
+    still = named
+    for number in range(STEPS, STEPS + first.steps):
+        _take(number, maker, first, anew, times=_SPIKE if number == STEPS else 1.0)
+        if not _alike(first, anew):
+            return None
+        if number == STEPS and named:
+            now = _differing(first, anew)
+            still = [each for each in named if each in now]
+    return still
 
 
 def _could_not_step(name: str, error: Exception, trial: Trial) -> Trial:
