@@ -229,7 +229,7 @@ class Wished:
         return int(self._rows(epoch).ends[-1])
 
     def fewest(self) -> int:
-        """Positions that an epoch has at least: surely, or with a chance of a billionth of less."""
+        """Positions that an epoch has at least: surely, or but for one epoch in a billion."""
         certain = variance = 0.0
         for first in range(0, len(self._weights), _AT_ONCE):
             wishes = self._weights[first : first + _AT_ONCE] * self._times
