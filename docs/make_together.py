@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from instep.comm.codecs import CODECS
-from instep.sync import LEASED, ROUNDS, STRATEGIES
+from instep.job.sync.tables import STRATEGY_ROWS
+from instep.sync import STRATEGIES
 from instep.sync.clashes import AXES, CLASHES
 from instep.sync.settings import NOT_IN_ROUNDS, SETTINGS
 
@@ -20,8 +21,8 @@ PAGE = Path(__file__).resolve().parent / "concepts" / "what-goes-together.md"
 
 def setting_of(strategy: str) -> tuple[str, ...]:
     """What the table calls it: those of a kind have one name there."""
-    kinds = {"averaging": ROUNDS, "leased": LEASED}
-    return next(((kind,) for kind, names in kinds.items() if strategy in names), (strategy,))
+    row = STRATEGY_ROWS[strategy]
+    return ("averaging" if row.rounds else "leased" if row.leased else strategy,)
 
 
 def codec_settings(codec: str) -> tuple[str, ...]:

@@ -30,7 +30,6 @@ from instep.server.async_worker import Working
 from instep.server.first_server import Serving
 from instep.server.other_server import Following
 from instep.server.server import place_of
-from instep.sync import LEASED
 from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, set_threads, share
 from instep.system.output import drop_unwritable_output
@@ -134,7 +133,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     lap("recipe")
     member.phase = "building"
     made: type[Training] = Training
-    if job.sync.name in LEASED:
+    if job.sync.leased:
         made = Working
         if member.role == "server":
             made = Following if place_of(member) else Serving

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from helpers import run_processes
-from instep.comm.codecs import CODECS, DEFAULTS
+from instep.comm.codecs import CODECS
 from instep.comm.codecs import places as codec_places
 from instep.comm.codecs.base import ALIGNED_BYTES, CUT
 from instep.comm.codecs.short import Short
 from instep.errors import SpecError
+from instep.job.sync.tables import CODEC_ROWS
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
 SHOWN = "the one of the guide"
@@ -490,6 +491,6 @@ def test_nonzero_packs_places_near_their_entropy(density):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_the_defaults_that_a_run_writes_down_are_those_of_the_codec(name):
+def test_the_options_in_the_row_of_a_codec_are_those_that_it_takes(name):
     known = inspect.signature(CODECS[name]).parameters.values()
-    assert DEFAULTS.get(name, {}) == {p.name: p.default for p in known if p.name != "seed"}
+    assert CODEC_ROWS[name].options == {p.name: p.default for p in known if p.name != "seed"}

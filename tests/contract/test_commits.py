@@ -22,7 +22,7 @@ from instep.engine.state.buffers import Buffers
 from instep.engine.state.catch_up import HeldCommit, beginning
 from instep.engine.step import records
 from instep.errors import PeerError, RecipeError, RunError
-from instep.sync import LEASED, STRATEGIES
+from instep.job.sync.tables import STRATEGY_ROWS
 from instep.sync.all_reduce import AllReduce
 from instep.sync.rounds.coded import Coded
 from instep.sync.servers.server_sync import ServerSync
@@ -73,8 +73,8 @@ def has_own(options):
 
 CASES = [
     (name, options, determinism)
-    for name in STRATEGIES
-    if name not in LEASED
+    for name, row in STRATEGY_ROWS.items()
+    if not row.leased
     for options in OPTIONS.get(name, [{}])
     for determinism in SAME.get(name, ("order",))
     if (determinism == "order") == (name == "all_reduce" or "servers" in options)

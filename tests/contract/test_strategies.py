@@ -11,14 +11,16 @@ from instep.comm.memory import run_ranks
 from instep.engine.gradients import Gradients
 from instep.engine.served.optimizer import ServedUpdate
 from instep.errors import SpecError
-from instep.job.sync import ROUND_OPTIONS
+from instep.job.sync.rounds import ROUND_OPTIONS
+from instep.job.sync.tables import STRATEGY_ROWS
 from instep.records import Attempt
-from instep.sync import DEFAULTS, LEASED, SERVERS, STRATEGIES
+from instep.sync import STRATEGIES
 from instep.sync.base import make_strategy
 from instep.sync.generation import Generation, Servers
 from instep.system.host_memory import HostMemory
 
-NAMES = [name for name in STRATEGIES if name not in LEASED]
+NAMES = [name for name, row in STRATEGY_ROWS.items() if not row.leased]
+SERVERS = {name for name, row in STRATEGY_ROWS.items() if row.served}
 """Those that take each step together; the others are tested by `test_leased_commits.py`."""
 OPTIONS = {
     "all_reduce": [{}, {"bucket_mb": 0.0004}, {"overlap": False}],
@@ -387,8 +389,9 @@ def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_defaults_that_a_run_writes_down_are_those_of_the_strategy(name):
-    known = inspect.signature(STRATEGIES[name]).parameters.values()
-    apart = {"codec", *ROUND_OPTIONS}  # `ROUNDS` has these
-    given = {p.name: p.default for p in known if p.name not in apart and p.default is not None}
-    assert DEFAULTS.get(name, {}) == given
+def test_the_options_in_the_row_of_a_strategy_are_those_that_it_takes(name):
+    known, row = inspect.signature(STRATEGIES[name]).parameters.values(), STRATEGY_ROWS[name]
+    apart = {"codec", *ROUND_OPTIONS}  # all with rounds have these
+    assert row.options == {p.name: p.default for p in known if p.name not in apart}
+    assert {p.name for p in known} & {*ROUND_OPTIONS} <= row.round_options
+    assert row.unused.keys() <= row.options.keys()

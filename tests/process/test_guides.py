@@ -21,10 +21,13 @@ def follow(guide: str, package: Path) -> list[str]:
     text = (ROOT / "docs" / "guides" / guide).read_text("utf-8")
     file, table = re.findall(r"`src/(instep/\S+\.py)`", text)[:2]
     code, *others = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    (line,) = re.findall(r'^```text\n(".+": "instep\..+",)\n```', text, re.M)
+    (line,) = re.findall(r'^```text\n(".+": .+,)\n```', text, re.M)
+    (name,) = re.findall(r"`([A-Z_]+)` in\s+`src/instep", text)
     (package / file).write_text(code)
-    before, end, after = (package / table).read_text().partition("    },\n")  # of the registry
-    (package / table).write_text(f"{before}        {line}\n{end}{after}")
+    pattern = re.compile(rf"(^{name}\b.*?)(^(?:    }},|}})$)", re.M | re.S)
+    added, count = pattern.subn(rf"\1        {line}\n\2", (package / table).read_text())
+    assert count == 1, f"{table} has {count} tables {name}"
+    (package / table).write_text(added)
     return others
 
 

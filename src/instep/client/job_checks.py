@@ -32,7 +32,9 @@ from instep.errors import (
 )
 from instep.job.mesh import MeshSpec, mismatches
 from instep.job.spec import JobSpec
-from instep.job.sync import ROUND_OPTIONS, SHARED, SyncSpec
+from instep.job.sync import SyncSpec
+from instep.job.sync.rounds import SHARED
+from instep.job.sync.tables import defaults_of
 from instep.launch import LAUNCHERS
 from instep.privacy import refusals as privacy
 from instep.recipe.arguments import check_arguments, members_in, signature_in
@@ -42,7 +44,7 @@ from instep.recipe.start.url import local_copy
 from instep.report.loggers.base import check_loggers
 from instep.state.files.sharded import check_hashes
 from instep.store.copies.objects import check_url
-from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
+from instep.sync import STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
 from instep.words import is_url, listed
 
@@ -173,7 +175,7 @@ def _check_arguments(job: JobSpec) -> None:
 def _check_own_codec(job: JobSpec) -> None:
     """Refuse a codec of the user's own that its strategy cannot use, where that can be told."""
     sync, (module, _, name) = job.sync, job.sync.codec.partition(":")
-    if not name or sync.name not in SERVERS | ROUNDS.keys():
+    if not name or (not sync.served and sync.rounds is None):
         return
     file = Path(job.recipe.rpartition(":")[0]).parent / f"{module.replace('.', '/')}.py"
     members = members_in(file, name) or {}
@@ -224,22 +226,22 @@ def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
 def _of_sync(job: JobSpec, *, resumed: bool) -> Iterator[InstepError]:
     """Refuse keys of `[sync]` that its strategy does not know or needs, and wrong options."""
     sync = job.sync
-    if sync.name not in ROUNDS and sync.participants != SyncSpec().participants:
+    if sync.rounds is None and sync.participants != SyncSpec().participants:
         yield SpecError(
             f"sync.participants = {sync.participants}: {sync.name} agrees on every step. Leave the "
             "key out, or use sync.name = 'averaging'."
         )
-    if sync.name not in ROUNDS and job.stop.spread is not None:
+    if sync.rounds is None and job.stop.spread is not None:
         yield SpecError(
             f"stop.spread = {job.stop.spread:g}: {sync.name} has no participants that could be "
             "apart. Leave the key out, or use sync.name = 'averaging'."
         )
-    if sync.name not in SERVERS and job.server_hosts:
+    if not sync.served and job.server_hosts:
         yield SpecError(
             f"cluster.servers = {list(job.cluster.servers)}: {sync.name} has no servers. Leave "
             "the key out, or choose a strategy that has them."
         )
-    if sync.name not in SERVERS and sync.servers != 1:
+    if not sync.served and sync.servers != 1:
         yield SpecError(
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
@@ -251,12 +253,12 @@ def _of_sync(job: JobSpec, *, resumed: bool) -> Iterator[InstepError]:
             f"({job.most_workers}: {job.portions}), and hosts ({hosts or 1}), the links of "
             f"workers are the limit, and nothing is faster. Set sync.servers to at most {most}."
         )
-    if sync.name == "server_sync" and sync.all_options.get("copy") and sync.servers < 2:
+    if "copy" in sync.row.options and sync.all_options.get("copy") and sync.servers < 2:
         yield SpecError(
             f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
             "the copy. Set sync.servers = 2 or more, or leave it out."
         )
-    if sync.name in LEASED and "copy" in sync.options:
+    if sync.leased and "copy" in sync.options:
         yield SpecError(
             f"sync.options.copy: with sync.name = {sync.name!r} no other host has a copy. If the "
             f"host of a server is lost, the run ends with exit code {WorkerError.exit_code}, and "
@@ -266,9 +268,8 @@ def _of_sync(job: JobSpec, *, resumed: bool) -> Iterator[InstepError]:
     yield from _of_partition(sync)
     if not resumed:
         yield from _of_use(sync)
-    apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
     own = ":" in sync.codec  # is imported by the workers, with the recipe
-    options = sync.options.keys() - apart or sync.codec_options
+    options = sync.options.keys() - sync.row.round_options or sync.codec_options
     if options and not own and not resumed:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
@@ -291,21 +292,17 @@ def _of_partition(sync: SyncSpec) -> Iterator[InstepError]:
 
 def _of_use(sync: SyncSpec) -> Iterator[SpecError]:
     """Refuse an option that another one leaves without any effect."""
-    options = sync.options
-    unused: dict[str, str] = {}
-    if sync.codec == "none" and "encode_vectors" in defaults_of(sync.name):
+    values = defaults_of(sync.name) | sync.all_options
+    unused = {
+        option: f"sync.options.{other} = {values[other]!r}"
+        for option, (other, without) in sync.row.unused.items()
+        if values[other] in without
+    }
+    if sync.codec == "none" and "encode_vectors" in sync.row.options:
         unused["encode_vectors"] = "sync.codec = 'none'"
-    if sync.name == "fedopt":
-        rule = options.get("rule", "adam")
-        read = {"momentum": (), "adagrad": ("tau",)}.get(str(rule), ("tau", "outer_beta2"))
-        unused |= dict.fromkeys(
-            {"tau", "outer_beta2"}.difference(read), f"sync.options.rule = {rule!r}"
-        )
-    elif sync.name == "diloco" and sync.rounds is not None and not sync.rounds.delay:
-        unused["mixing"] = "sync.options.delay = 0"
     for option, why in sorted(unused.items()):
-        if option in options:
-            given = options[option]
+        if option in sync.options:
+            given = sync.options[option]
             given = str(given).lower() if isinstance(given, bool) else given
             yield SpecError(
                 f"sync.options.{option} = {given} does nothing with {why}. Leave it out, or "

@@ -121,7 +121,7 @@ def check_changes(before: JobSpec, after: JobSpec) -> None:
     Raises:
         SpecError: names the key, both values and the reason.
     """
-    keeps = before.keeps_optimizers or before.sync.name in ("fedopt", "diloco")
+    keeps = before.keeps_optimizers or before.sync.row.outer
     keeps |= (before.sync.rounds is not None and before.sync.own_state) or before.sync.votes
     fixed = FIXED | (FIXED_KEPT if keeps else {})
     fixed |= FIXED_BITS if before.train.determinism == "bits" else {}

@@ -62,7 +62,6 @@ from instep.job.spec import JobSpec, as_table
 from instep.report.terminal.live import View
 from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.store.run_folder import RunFolder
-from instep.sync import LEASED, servers_of
 from instep.system.lease import NO_WATCHDOG, SignsOfLife
 from instep.words import without_secrets
 
@@ -197,11 +196,10 @@ class Master:
 
     def _begin(self, about: Mapping[str, Any], start_point: StartPoint) -> None:
         now, limit_s = time.monotonic(), self._job.stop.time_limit_s
-        servers = servers_of(self._job.sync)
         self._state = State(
-            members=first_members(self._job.workers, servers),
+            members=first_members(self._job.workers, self._job.sync.server_count),
             ranks=self._job.mesh.ranks,
-            drains=self._job.sync.own_state and self._job.sync.name not in LEASED,
+            drains=self._job.sync.own_state and not self._job.sync.leased,
             bound=self._job.sync.sealed > 0 and self._job.data.parts > 0,
             recovers=self._hosted,
             parted=self._hosts.several,

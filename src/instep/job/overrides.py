@@ -17,7 +17,8 @@ from typing import Any
 
 from instep.errors import SpecError
 from instep.job.mesh import OF_AXIS, MeshSpec
-from instep.job.sync import OF_FRAGMENTS, ROUND_OPTIONS, ROUNDS, SyncSpec
+from instep.job.sync import SyncSpec
+from instep.job.sync.tables import CODEC_ROWS, STRATEGY_ROWS
 
 Say = Callable[[str], object]
 """Told, in a sentence each, which settings went away."""
@@ -41,36 +42,6 @@ _EITHER = {
     "data.folds": "validation",
 }
 """Keys of which a job has one."""
-
-_COMMON = ("bucket_mb", "encode_vectors")
-_ROUNDS = (*_COMMON, *(option for option in ROUND_OPTIONS if option not in OF_FRAGMENTS))
-
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "all_reduce": (*_COMMON, "overlap", "delayed"),
-    "averaging": (*_ROUNDS, "combine"),
-    "bounded_stale": ("staleness", "compensation", "slow_late", "encode_vectors"),
-    "diloco": (*_ROUNDS, *OF_FRAGMENTS, "outer_lr", "outer_momentum", "mixing"),
-    "fedopt": (*_ROUNDS, "rule", "outer_lr", "outer_momentum", "outer_beta2", "tau"),
-    "fedprox": (*_ROUNDS, "mu"),
-    "server_async": ("compensation", "slow_late", "encode_vectors"),
-    "server_sync": (*_COMMON, "overlap", "copy"),
-    "sign_vote": ("momentum",),
-}
-"""The options that each strategy has: which of them stay when another one is chosen."""
-
-CODEC_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "none": (),
-    "bfloat16": (),
-    "float16": (),
-    "int8": ("block", "rounding"),
-    "int4": ("block", "rounding"),
-    "sign": ("block",),
-    "dgc": ("density", "warm_up", "clip"),
-    "nonzero": (),
-    "powersgd": ("rank", "start_after"),
-    "top_k": ("density",),
-}
-"""The same for codecs; one of the user's own knows its options itself."""
 
 
 def apply_overrides(
@@ -220,10 +191,11 @@ def _of_strategy(
     sync: dict[str, Any], before: Any, given: Collection[str]
 ) -> list[tuple[str, Any, str]]:
     name = sync.get("name", SyncSpec().name)
-    if "sync.name" not in given or name == before or name not in OPTIONS:
+    if "sync.name" not in given or name == before or name not in STRATEGY_ROWS:
         return []
-    left = _options(sync, "options", name, OPTIONS[name], given)
-    if name not in ROUNDS and "sync.participants" not in given and "participants" in sync:
+    row = STRATEGY_ROWS[name]
+    left = _options(sync, "options", name, row.options.keys() | row.round_options, given)
+    if row.rounds is None and "sync.participants" not in given and "participants" in sync:
         value = sync.pop("participants")
         if value != SyncSpec().participants:
             left.append(("sync.participants", value, f"{name} agrees on every step"))
@@ -234,9 +206,9 @@ def _of_codec(
     sync: dict[str, Any], before: Any, given: Collection[str]
 ) -> list[tuple[str, Any, str]]:
     codec = sync.get("codec", SyncSpec().codec)
-    if "sync.codec" not in given or codec == before or codec not in CODEC_OPTIONS:
+    if "sync.codec" not in given or codec == before or codec not in CODEC_ROWS:
         return []
-    left = _options(sync, "codec_options", codec, CODEC_OPTIONS[codec], given)
+    left = _options(sync, "codec_options", codec, CODEC_ROWS[codec].options, given)
     options, key = sync.get("options"), "encode_vectors"
     if codec != "none" or not isinstance(options, dict) or f"sync.options.{key}" in given:
         return left

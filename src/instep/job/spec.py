@@ -29,7 +29,8 @@ from instep.job.mesh import MeshSpec
 from instep.job.privacy import PrivacySpec, places_of
 from instep.job.search import SearchSpec
 from instep.job.start import LoraSpec, StartSpec
-from instep.job.sync import SHARED, SyncSpec
+from instep.job.sync import SyncSpec
+from instep.job.sync.rounds import SHARED
 from instep.job.train import StopSpec, TrainSpec
 
 
@@ -319,7 +320,7 @@ def as_table(job: JobSpec) -> dict[str, Any]:
 def documentation() -> dict[tuple[str, str], str]:
     """(class, field) to the string under that field, read from the sources of this package."""
     found = {}
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     for node in chain.from_iterable(ast.parse(file.read_text("utf-8")).body for file in files):
         if not isinstance(node, ast.ClassDef):
             continue

@@ -35,7 +35,6 @@ from instep.state.files.manifest import published
 from instep.state.intact import check
 from instep.store.folder import StartPoint
 from instep.store.run_folder import RunFolder
-from instep.sync import LEASED
 from instep.words import shown_url
 
 
@@ -113,7 +112,7 @@ def check_step(run: RunFolder, step: int) -> None:
             f"{run.path} was trained with sync.codec = {run.spec.sync.codec!r}: what was carried "
             "over depends on its workers, so one process cannot compute its steps again."
         )
-    if run.spec.sync.name in LEASED:
+    if run.spec.sync.leased:
         raise SpecError(
             f"{run.path} was trained with sync.name = {run.spec.sync.name!r}: its updates depend "
             "on timing, so they cannot be computed again."

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from instep.job.sync.tables import STRATEGY_ROWS
 from instep.plan import steps
 from instep.plan.intervals import is_seen, width
 from instep.plan.machine import ACKNOWLEDGED, BURST_S, HostLink, Machines
@@ -18,7 +19,7 @@ from instep.plan.measured import CrewFigures, JobFigures, ProbedMachine
 from instep.plan.memory import worker_bytes
 from instep.plan.steps import BucketExchange, FullBucket, StepParts, WorkerPass
 from instep.plan.traffic import CODED, RING, rescaled, sent_by_server
-from instep.plan.ways import LEASED_WAYS, TrainingWay
+from instep.plan.ways import TrainingWay
 
 
 class Measurements(NamedTuple):
@@ -71,9 +72,9 @@ class Measurements(NamedTuple):
 
 
 _EXCHANGES = {
-    **dict.fromkeys(RING, "all_reduce"),
-    **dict.fromkeys(LEASED_WAYS, "server_sync"),
-    "sign_vote": "sign_vote",
+    name: "server_sync" if row.leased else "all_reduce"
+    for name, row in STRATEGY_ROWS.items()
+    if row.leased or row.rounds is not None
 }
 """Strategies whose crews show how another one exchanges."""
 
@@ -294,7 +295,7 @@ def _simulated(
     job = known.job
     rest = max(0.0, base.whole_s - base.slowest_s - base.wire_s - base.update_s)
     uneven = base.slowest_s / base.passes_s if base.passes_s else 1.0
-    if way.strategy in LEASED_WAYS:
+    if way.leased:
         one = base.passes_s * scale / -(-job.micro_batches // way.workers)
         passes = [WorkerPass(one / machines.speed_of(w), 0.0) for w in range(way.workers)]
         exchange = exchange._replace(server_update_s=job.part_update_s)

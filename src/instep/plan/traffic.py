@@ -11,7 +11,9 @@ Ways in: `sent_by_worker`, `sent_by_server`, `rescaled`, `CODED`.
 
 from __future__ import annotations
 
-RING = ("all_reduce", "sign_vote", "averaging", "fedprox", "fedopt", "diloco")
+from instep.job.sync.tables import STRATEGY_ROWS
+
+RING = frozenset(name for name, row in STRATEGY_ROWS.items() if not row.served)
 """Strategies in which all workers sum together."""
 
 CODED = {

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LEASED_WAYS = ("bounded_stale", "server_async")
-SERVER_WAYS = ("server_sync", *LEASED_WAYS)
+from instep.job.sync.tables import STRATEGY_ROWS, UNKNOWN
 
 
 class TrainingWay(NamedTuple):
@@ -52,6 +51,11 @@ class TrainingWay(NamedTuple):
     def key(self) -> tuple[str, str, int, int, str]:
         """Tells it from ways whose steps are others; `CrewFigures.key` is alike."""
         return self.strategy, self.codec, self.servers, self.workers, self.axes
+
+    @property
+    def leased(self) -> bool:
+        """Whether no step waits for all workers."""
+        return STRATEGY_ROWS.get(self.strategy, UNKNOWN).leased
 
     @property
     def is_plain(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from instep.errors import SpecError
 from instep.job.privacy import LEAST_BATCH
 from instep.job.spec import JobSpec
-from instep.job.sync import SHARED
+from instep.job.sync.rounds import SHARED
 
 
 def refusals(job: JobSpec) -> Iterator[SpecError]:

@@ -21,9 +21,11 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.comm.codecs import CODECS, OWN
 from instep.errors import SpecError
-from instep.job.sync import OF_FRAGMENTS, ROUND_OPTIONS, SyncSpec
+from instep.job.sync import SyncSpec
+from instep.job.sync.rounds import OF_FRAGMENTS
+from instep.job.sync.tables import STRATEGY_ROWS, UNKNOWN
 from instep.records import Attempt, Law
-from instep.sync import ROUNDS, STRATEGIES
+from instep.sync import STRATEGIES
 from instep.sync.generation import Generation
 
 Result = TypeVar("Result")
@@ -240,10 +242,10 @@ def make_strategy(
         SpecError: there is no such strategy or codec, or it has no such option, or the
             option's value is refused; or the strategy has no use for the codec.
     """
-    beside = set(ROUND_OPTIONS if name in ROUNDS else ())
-    if name != "diloco":  # they may stand there, as the defaults are written down
-        beside -= OF_FRAGMENTS
-        options = {k: v for k, v in options.items() if name not in ROUNDS or k not in OF_FRAGMENTS}
+    row = STRATEGY_ROWS.get(name, UNKNOWN)
+    beside = row.round_options
+    if row.rounds is not None and not row.fragments:  # defaults are written down with them
+        options = {k: v for k, v in options.items() if k not in OF_FRAGMENTS}
     factory = STRATEGIES.factory(
         name, options, where="sync.options", apart=["codec"], beside=sorted(beside)
     )

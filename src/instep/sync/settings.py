@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from instep.job.spec import JobSpec
-from instep.sync import LEASED, ROUNDS, SERVERS
 
 
 class Traits(Protocol):
@@ -52,7 +51,9 @@ def _loader_has(name: str) -> Callable[[JobSpec, Traits | None], bool]:
 
 
 SETTINGS = {
-    "averaging": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in ROUNDS),
+    "averaging": Setting(
+        "sync.name = {job.sync.name!r}", lambda job, _: job.sync.rounds is not None
+    ),
     "own_data": Setting(
         "sync.options.partition = {job.own_data!r}", lambda job, _: bool(job.own_data)
     ),
@@ -86,9 +87,9 @@ SETTINGS = {
         lambda job, _: job.sync.rounds is not None and job.sync.rounds.fraction < 1,
     ),
     "server_sync": Setting(
-        "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS - LEASED
+        "sync.name = {job.sync.name!r}", lambda job, _: job.sync.served and not job.sync.leased
     ),
-    "leased": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in LEASED),
+    "leased": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.leased),
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
     "sign_vote": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.votes),
     "merge": Setting("train.merge = 'always'", lambda job, _: job.train.merge == "always"),

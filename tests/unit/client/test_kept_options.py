@@ -9,12 +9,12 @@ from instep.client.job_checks import with_options
 from instep.control.changed_job import changed, check_changes
 from instep.errors import SpecError
 from instep.job import file as spec_file
-from instep.job import sync as sync_of_job
 from instep.job.spec import JobSpec
-from instep.job.sync import RoundSpec, SyncSpec
+from instep.job.sync import SyncSpec
+from instep.job.sync.rounds import RoundSpec
+from instep.job.sync.tables import CODEC_ROWS, STRATEGY_ROWS
 from instep.store.folder import make_run_folder
 from instep.store.run_folder import RunFolder
-from instep.sync import DEFAULTS
 from instep.sync.base import strategy_of
 
 
@@ -42,10 +42,11 @@ GIVEN = {
 @pytest.fixture
 def another_version(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once that run has begun, defaults are others."""
-    monkeypatch.setitem(DEFAULTS, "int4", {"block": 32, "rounding": "nearest"})
-    monkeypatch.setitem(DEFAULTS, "diloco", {"outer_lr": 0.1})
-    monkeypatch.setattr(sync_of_job, "ROUNDS", {"diloco": RoundSpec(local_steps=3)})
-    monkeypatch.setattr("instep.sync.ROUNDS", sync_of_job.ROUNDS)
+    int4, diloco = CODEC_ROWS["int4"], STRATEGY_ROWS["diloco"]
+    int4 = int4._replace(options={"block": 32, "rounding": "nearest"})
+    diloco = diloco._replace(options={"outer_lr": 0.1}, rounds=RoundSpec(local_steps=3))
+    monkeypatch.setitem(CODEC_ROWS, "int4", int4)
+    monkeypatch.setitem(STRATEGY_ROWS, "diloco", diloco)
 
 
 def resumed(run: RunFolder, *overrides: str) -> SyncSpec:

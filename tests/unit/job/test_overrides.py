@@ -1,30 +1,14 @@
 """What a setting takes along: never what both know, never in silence, in whatever order."""
 
-import inspect
 import itertools
 
 import pytest
 
-from instep.comm.codecs import CODECS
 from instep.errors import SpecError
 from instep.job.file import build, load
-from instep.job.overrides import CODEC_OPTIONS, OPTIONS, apply_overrides, lay_over
-from instep.job.sync import OF_FRAGMENTS, ROUND_OPTIONS, ROUNDS
-from instep.sync import STRATEGIES
+from instep.job.overrides import apply_overrides, lay_over
 
 PARTED = {"partition": "labels", "skew": 0.2, "local_steps": 5}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_the_options_of_a_strategy_are_those_that_it_takes(name):
-    rounds = set(ROUND_OPTIONS) - (OF_FRAGMENTS if name != "diloco" else set())
-    taken = set(inspect.signature(STRATEGIES[name]).parameters) - {"codec"}
-    assert set(OPTIONS[name]) == taken | (rounds if name in ROUNDS else set())
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_the_options_of_a_codec_are_those_that_it_takes(name):
-    assert set(CODEC_OPTIONS[name]) == {*inspect.signature(CODECS[name]).parameters} - {"seed"}
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,11 @@ LOST = {"attribute": InAttribute, "every sixth": EverySixth, "closure": in_closu
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_state_dict_has_is_kept(name):
-    assert try_optimizer(maker(KEPT[name]), YES, "all_reduce") == YES
+    assert try_optimizer(maker(KEPT[name]), YES, served=False) == YES
 
 
 def test_what_a_hook_before_steps_collects_is_said():
-    verdict = try_optimizer(maker(clipped_late), YES, "all_reduce").verdict
+    verdict = try_optimizer(maker(clipped_late), YES, served=False).verdict
     assert verdict.startswith("not shown: NormsOfTheWarmUp.norms, which each step changes,")
 
 
@@ -160,7 +160,7 @@ def test_an_average_that_a_hook_keeps_is_said_where_the_loss_reads_it(reads):
         return functional.mse_loss(student(batch[0]), batch[1])
 
     made = maker(make, model=model, compute_loss=taught if reads else plain)
-    verdict = try_optimizer(made, YES, "all_reduce").verdict
+    verdict = try_optimizer(made, YES, served=False).verdict
     assert verdict.startswith("not shown: n_averaged, which each step" if reads else "yes")
     assert int(teacher.n_averaged) == 0
 
@@ -178,12 +178,12 @@ def test_a_count_of_a_hook_is_no_other_of_that_name_that_the_loss_reads():
     def loss(model, batch):
         return functional.mse_loss(model(batch[0]), batch[1]) * (1 + ROUNDS[0])
 
-    assert try_optimizer(maker(make, compute_loss=loss), YES, "all_reduce") == YES
+    assert try_optimizer(maker(make, compute_loss=loss), YES, served=False) == YES
 
 
 @pytest.mark.parametrize("name", LOST)
 def test_what_no_checkpoint_has_is_named(name):
-    verdict = try_optimizer(maker(LOST[name]), YES, "all_reduce").verdict
+    verdict = try_optimizer(maker(LOST[name]), YES, served=False).verdict
     assert verdict.startswith("no: the optimizer ")
     assert "no checkpoint has it" in verdict
     assert name != "attribute" or "(InAttribute.k)" in verdict
@@ -213,9 +213,9 @@ class Restoring(Seldom):
 
 
 def test_an_attribute_that_acts_after_the_trial_is_not_shown():
-    said = try_optimizer(maker(Seldom), YES, "all_reduce").verdict
+    said = try_optimizer(maker(Seldom), YES, served=False).verdict
     assert said.startswith("not shown: Seldom.number is not in state_dict() and has another value")
-    restored = try_optimizer(maker(Restoring), YES, "all_reduce")
+    restored = try_optimizer(maker(Restoring), YES, served=False)
     assert restored.verdict == "yes"
     assert set(restored.passing) == {"Restoring.made_at", "Restoring.last"}
 
@@ -264,13 +264,13 @@ def test_schedulers_of_torch_are_tried_where_they_call_functions_of_the_user(nam
     scheduler, is_known, verdict = SCHEDULED[name]
     tried = maker(lambda p: torch.optim.SGD(p, lr=0.1), scheduler=scheduler)
     assert tried.make().kept == is_known
-    assert try_optimizer(tried, YES, "all_reduce").verdict.startswith(verdict)
+    assert try_optimizer(tried, YES, served=False).verdict.startswith(verdict)
 
 
 def test_a_step_that_the_user_has_replaced_is_tried():
     tried = maker(lambda p: replaced(torch.optim.SGD(p, lr=0.1)))
     assert not tried.make().kept
-    assert try_optimizer(tried, YES, "all_reduce").verdict.startswith("no: the optimizer SGD")
+    assert try_optimizer(tried, YES, served=False).verdict.startswith("no: the optimizer SGD")
 
 
 def test_a_hook_of_an_optimizer_may_use_the_model():
@@ -282,7 +282,7 @@ def test_a_hook_of_an_optimizer_may_use_the_model():
         made.register_step_post_hook(lambda *_: averaged.update_parameters(model))
         return made
 
-    assert try_optimizer(maker(optimizer, model=model), YES, "all_reduce") == YES
+    assert try_optimizer(maker(optimizer, model=model), YES, served=False) == YES
     assert int(averaged.n_averaged) == 0
 
 
@@ -302,7 +302,7 @@ def test_a_scheduler_that_loses_its_count_is_named():
             pass
 
     lost = maker(lambda p: torch.optim.SGD(p, lr=0.1), scheduler=Halving)
-    assert "its scheduler keeps something" in try_optimizer(lost, YES, "all_reduce").verdict
+    assert "its scheduler keeps something" in try_optimizer(lost, YES, served=False).verdict
 
 
 class Sharpness(Own):
@@ -347,7 +347,7 @@ class Both(torch.optim.Optimizer):
 
 
 def test_an_optimizer_without_what_torchs_own_begins_with_is_tried_and_kept():
-    assert try_optimizer(maker(Both), YES, "all_reduce") == YES
+    assert try_optimizer(maker(Both), YES, served=False) == YES
     model = nn.Linear(3, 2)
     kept = kept_beside(Both(model.parameters()), None, model)
     assert "a hook before steps" not in kept
@@ -365,17 +365,17 @@ class Listing(Own):
 
 
 @pytest.mark.parametrize(
-    ("made", "sync", "message"),
+    ("made", "served", "message"),
     [
-        (Sharpness, "all_reduce", "Sharpness.step.. wants a closure"),
-        (Curved, "all_reduce", "Curved.step.. wants gradients that have a graph"),
-        (Looking, "all_reduce", "Looking keeps what no checkpoint can have.*deque"),
-        (Listing, "server_sync", "Listing keeps 'last' for no parameter"),
+        (Sharpness, False, "Sharpness.step.. wants a closure"),
+        (Curved, False, "Curved.step.. wants gradients that have a graph"),
+        (Looking, False, "Looking keeps what no checkpoint can have.*deque"),
+        (Listing, True, "Listing keeps 'last' for no parameter"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_the_first_step(made, sync, message):
+def test_what_cannot_be_used_is_refused_before_the_first_step(made, served, message):
     with pytest.raises(RecipeError, match=message):
-        try_optimizer(maker(made), YES, sync)
+        try_optimizer(maker(made), YES, served=served)
 
 
 def test_the_trial_leaves_model_and_closures_as_they_are():
@@ -387,7 +387,7 @@ def test_the_trial_leaves_model_and_closures_as_they_are():
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
         return optimizer
 
-    assert try_optimizer(maker(make, model=model), YES, "all_reduce") == YES
+    assert try_optimizer(maker(make, model=model), YES, served=False) == YES
     assert not calls
     assert all(map(torch.equal, before, model.parameters()))
     assert all(each.grad is None for each in model.parameters())
@@ -508,7 +508,7 @@ def test_what_cannot_be_tried_for_rounding_is_not_shown(made, verdict):
 
 
 def test_an_optimizer_that_moves_to_nan_is_not_shown_to_be_kept():
-    said = try_optimizer(maker(Rooting), YES, "all_reduce").verdict
+    said = try_optimizer(maker(Rooting), YES, served=False).verdict
     assert said.startswith("not shown: Rooting gives NaN with made-up gradients")
 
 

@@ -28,7 +28,6 @@ from instep.job.spec import JobSpec
 from instep.process import Script
 from instep.recipe.quick_start import spare_dynamo
 from instep.recipe.recipe import Recipe
-from instep.sync import SERVERS
 from instep.system.kernels import per_machine
 
 JOIN = ("name", "runs", "arguments", "seed", "quiet", "network", "resume", "token_file")
@@ -137,7 +136,7 @@ def _check_processes(job: JobSpec) -> None:
             "other hosts either. Leave it out and start the script on each, as torchrun and "
             "Slurm do; or use instep.train or instep run, which honour it."
         )
-    if job.sync.name in SERVERS:
+    if job.sync.served:
         raise SpecError(
             f"sync.name = {job.sync.name!r}: instep.join starts no processes, and servers are "
             "some. Use instep.train or instep run with a recipe; or sync.name = 'all_reduce'."

@@ -22,7 +22,6 @@ from instep.report.figures.proof import Proof, fault_counts, prove
 from instep.report.figures.recovery import computed_twice, quantiles, recoveries
 from instep.report.figures.summary import finite, loss_per_step
 from instep.store.run_folder import RunFolder
-from instep.sync import LEASED
 from instep.units import readable_count, readable_seconds
 from instep.words import command, plural
 
@@ -104,7 +103,7 @@ class Verdict:
     @property
     def timed(self) -> bool:
         """Whether the result depends on timing, so that no two runs have the same losses."""
-        return self.run.spec.sync.name in LEASED
+        return self.run.spec.sync.leased
 
     @property
     def done(self) -> list[Injected]:
@@ -294,7 +293,7 @@ def judge(
     moments = [each.time for each in injected if not each.missed]
     back = [int(e["resumed_step"]) for e in run.named("went_back")]
     intended = {*back, *(e["clean_step"] for e in run.named("corruption_found"))}
-    leased = run.spec.sync.name in LEASED  # steps overlap there: only the whole ledger can tell
+    leased = run.spec.sync.leased  # steps overlap there: only the whole ledger can tell
     falls = () if leased else falls
     lost = {f: set(range(f.after + 1, f.before + 1)) for f in falls}
     full = np.array([_members_at(run, moment) for moment in moments])

@@ -15,7 +15,6 @@ from instep.job.spec import JobSpec
 from instep.lab.check import figures
 from instep.lab.check.findings import Findings
 from instep.recipe.given import given
-from instep.sync import servers_of
 
 Say = Callable[[str], None]
 
@@ -84,7 +83,7 @@ def _note_left_out(job: JobSpec, findings: Findings) -> None:
             f"[mesh] {job.mesh.axes}: at its start a run compares gradients, optimizer and "
             "validation of a replica with one process; figures here are of the whole model"
         )
-    if servers_of(job.sync):
+    if job.sync.served:
         findings.leave_out(f"servers of {job.sync.name}: a run starts them")
     if job.launch.launcher != "local":
         findings.leave_out(f"hosts of launch.on = {job.launch.launcher!r}: nothing is started")

@@ -11,7 +11,6 @@ from instep.data.batches import Batches
 from instep.data.order import Position
 from instep.job.spec import JobSpec
 from instep.report.figures.sample import fields_of, shape_of
-from instep.sync import servers_of
 
 
 def of_job(job: JobSpec) -> dict[str, Any]:
@@ -22,7 +21,7 @@ def of_job(job: JobSpec) -> dict[str, Any]:
         "strategy": job.sync.name,
         "codec": job.sync.codec,
         "workers": job.workers,
-        "servers": servers_of(job.sync),
+        "servers": job.sync.server_count,
         "replicas": job.workers // job.mesh.ranks,
         "mesh": {axis: getattr(job.mesh, axis) for axis in ("shard", "tensor", "stages")},
         "launcher": job.launch.launcher,

@@ -25,7 +25,6 @@ from instep.lab.check.live_bytes import LiveBytes
 from instep.parallel.nested import tensors_in
 from instep.recipe.build import Built
 from instep.recipe.forward import Forward
-from instep.sync import servers_of
 from instep.sync.base import Price, strategy_of
 from instep.sync.generation import Generation
 
@@ -142,7 +141,7 @@ def sent(job: JobSpec, parameters: Sequence[Sequence[nn.Parameter]]) -> Price | 
         job: without a mesh.
         parameters: of each update of a step.
     """
-    if servers_of(job.sync) or job.sync.codec != "none":
+    if job.sync.served or job.sync.codec != "none":
         return None
     strategy = strategy_of(job.sync, job.seed)
     prices = [strategy.price(_bytes(trained), job.workers) for trained in parameters]
@@ -157,7 +156,7 @@ def of_buckets(job: JobSpec, parameters: Sequence[Sequence[nn.Parameter]]) -> in
     Args:
         job, parameters: as for `sent`.
     """
-    if servers_of(job.sync) or job.sync.own_state or job.sync.rounds is not None:
+    if job.sync.served or job.sync.own_state or job.sync.rounds is not None:
         return None
     exact = job.per_commit.micro_batches if job.train.determinism == "bits" else 0
     held = 0

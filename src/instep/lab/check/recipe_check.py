@@ -23,7 +23,7 @@ from instep.recipe.build import call
 from instep.recipe.quick_start import spare_dynamo
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
-from instep.sync import clashes, servers_of
+from instep.sync import clashes
 from instep.system.kernels import per_machine, set_kernels, share
 from instep.worker.training.devices import choose_device
 from instep.worker.training.trials import decided_by_job
@@ -163,7 +163,7 @@ def _note_needs(
     if moved is not None:
         findings.parts["optimizer"] = moved._asdict()
     gradients = one.gradient_bytes if one is not None else told["trained_bytes"]
-    state = 0 if servers_of(job.sync) else moved.state_bytes if moved is not None else None
+    state = 0 if job.sync.served else moved.state_bytes if moved is not None else None
     findings.parts["memory"] = measures.together(
         {
             "model_bytes": told["parameter_bytes"] + told["buffer_bytes"],

@@ -15,10 +15,9 @@ from instep.client.job_checks import refusals
 from instep.errors import InstepError
 from instep.job.mesh import MeshSpec
 from instep.job.spec import JobSpec
-from instep.job.sync import ROUNDS, SyncSpec
+from instep.job.sync import SyncSpec
 from instep.plan.machine import Machines
-from instep.plan.ways import LEASED_WAYS, TrainingWay, counts
-from instep.sync import LEASED, servers_of
+from instep.plan.ways import TrainingWay, counts
 
 CODECS_TRIED = ("bfloat16", "int8", "int4")
 """Codecs that are priced beside none, at the most workers."""
@@ -85,7 +84,7 @@ def job_of(way: TrainingWay, job: JobSpec) -> JobSpec:
     """
     replace = msgspec.structs.replace
     sync, own = job.sync, job.sync
-    if (way.strategy, way.codec) != (own.name, own.codec) or way.servers != servers_of(own):
+    if (way.strategy, way.codec) != (own.name, own.codec) or way.servers != own.server_count:
         given: dict[str, Any] = {"name": way.strategy, "codec": way.codec}
         if way.strategy == own.name:
             given["options"] = own.options
@@ -157,9 +156,9 @@ def _with_another_result(job: JobSpec, workers: int) -> Iterator[TrainingWay]:
     if workers < 2:
         return
     own = job.sync
-    mine = own.codec != "none" or own.name in LEASED or own.votes
+    mine = own.codec != "none" or own.leased or own.votes
     if mine:
-        yield TrainingWay(job.workers, own.name, own.codec, servers_of(own), same=False)
+        yield TrainingWay(job.workers, own.name, own.codec, own.server_count, same=False)
     for codec in CODECS_TRIED:
         changes = (*_changes(own, "all_reduce"), f"sync.codec={codec}")
         yield TrainingWay(workers, codec=codec, same=False, changes=changes)
@@ -169,16 +168,16 @@ def _with_another_result(job: JobSpec, workers: int) -> Iterator[TrainingWay]:
         if name != own.name:
             yield _of_rounds(name, workers, job, same=False)
     for name in LEASED_TRIED:
-        if name != own.name and name in LEASED_WAYS:
+        if name != own.name:
             changes = _changes(own, name, 1)
             yield TrainingWay(workers, name, servers=1, same=False, changes=changes)
 
 
 def _of_rounds(name: str, workers: int, job: JobSpec, *, same: bool) -> TrainingWay:
     own = job.sync
-    rounds = own.rounds if name == own.name else ROUNDS[name]
+    rounds = own.rounds if name == own.name else SyncSpec(name=name).rounds
     taking = own.taking_part if name == own.name else own.participants
-    local = (rounds or ROUNDS[name]).local_steps
+    local = rounds.local_steps if rounds is not None else 0
     changes = () if name == own.name else (f"sync.name={name}",)
     batch = job.train.global_batch * local
     codec = own.codec if name == own.name else "none"

@@ -26,7 +26,6 @@ from instep.job.spec import JobSpec
 from instep.lab.namespaces import enter
 from instep.lab.plan.neighbours import Neighbours
 from instep.lab.plan.rank import Rank
-from instep.sync import servers_of
 from instep.system import causes
 from instep.system.malloc import return_freed_memory
 from instep.system.processes import die_with_parent
@@ -79,7 +78,7 @@ class ProbingCrew:
     def _run(self, function: Any, trial: Trial | None) -> dict[str, Any]:
         """Fork, and wait for all; a failure of one ends the others."""
         begin, neighbours = time.time(), Neighbours()
-        size = self._job.workers + servers_of(self._job.sync)
+        size = self._job.workers + self._job.sync.server_count
         for rank in range(size):
             result = self._folder / f"result-{rank}"
             pid = os.fork()

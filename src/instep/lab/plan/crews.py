@@ -13,7 +13,7 @@ from instep.job.spec import JobSpec
 from instep.lab.plan.answers import CrewRequest
 from instep.lab.plan.candidates import Candidate, job_of
 from instep.plan.machine import Machines
-from instep.plan.ways import LEASED_WAYS, TrainingWay
+from instep.plan.ways import TrainingWay
 
 _ENDLESS = 1_000_000
 """Steps of a crew's job, which takes a few of them."""
@@ -45,7 +45,7 @@ def crews_for(
             way = each.way
             if way.same is not same or bool(way.mesh) is not on_mesh:
                 continue
-            if way.local_steps or way.strategy in LEASED_WAYS:
+            if way.local_steps or way.leased:
                 continue
             way = way._replace(changes=(), same=True)
             if several and not way.mesh:
@@ -55,7 +55,7 @@ def crews_for(
             if way.workers <= 2 * machines.cores:
                 made = job_of(way, plain_job(job))
                 crews.append(CrewRequest(way, made, min(hosts, way.workers), rate))
-    if any(each.way.local_steps or each.way.strategy in LEASED_WAYS for each in ways):
+    if any(each.way.local_steps or each.way.leased for each in ways):
         pair = TrainingWay(2)
         if job.most_workers > 1 and all(pair.key != each.way.key for each in crews):
             crews.append(CrewRequest(pair, job_of(pair, plain_job(job)), min(hosts, 2), rate))

@@ -20,7 +20,6 @@ from instep.plan.pricing import Measurements, price
 from instep.plan.ways import TrainingWay
 from instep.report.figures.summary import step_seconds
 from instep.store.run_folder import RunFolder
-from instep.sync import servers_of
 
 MOST_RUNS, LEAST_STEPS = 10, 10
 """The newest runs that are read, and the steps that one needs to count."""
@@ -77,7 +76,7 @@ def _steps_of(job: JobSpec, runs: Path) -> Iterator[tuple[TrainingWay, float]]:
                 continue
             if (seconds := step_seconds(folder)) is not None:
                 sync = spec.sync
-                servers = servers_of(sync)
+                servers = sync.server_count
                 yield TrainingWay(spec.workers, sync.name, sync.codec, servers), seconds
 
 

@@ -27,7 +27,6 @@ from instep.job.spec import JobSpec
 from instep.lab.check import measures
 from instep.lab.plan.rehearsed_steps import ProbeMember, RehearsedSteps
 from instep.recipe.build import call
-from instep.sync import servers_of
 from instep.system.kernels import set_kernels, share
 from instep.worker.training.devices import choose_device
 from instep.worker.training.refusals import refusals
@@ -80,7 +79,7 @@ class Rank:
         self._begun_bytes = psutil.Process().memory_info().rss
         self._whole, self._others = whole, others
         self._job, self._rank, self._limit_s, self._trial = job, rank, limit_s, trial
-        self._size = job.workers + servers_of(job.sync)
+        self._size = job.workers + job.sync.server_count
         if choose_device(job, rank, job.workers).type != "cpu":
             raise SpecError(
                 "plan measures on the CPU, and this job would train on a GPU. Compare real runs, "

@@ -26,9 +26,9 @@ from instep.engine.membership import RecordSender, RunStore
 from instep.engine.trial_result import Trial
 from instep.errors import InstepError, PeerError
 from instep.job.spec import JobSpec
+from instep.job.sync.tables import defaults_of
 from instep.lab.check import measures
 from instep.lab.check.lone_member import LoneMember
-from instep.sync import defaults_of
 from instep.worker.loop.after_commit import AfterCommit
 from instep.worker.training.training import Training
 

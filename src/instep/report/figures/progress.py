@@ -19,7 +19,6 @@ from instep.data.step_sizes import NewestSteps
 from instep.job.spec import JobSpec
 from instep.report.figures.summary import OWN
 from instep.store.run_files import PARTS, Records, step_ends
-from instep.sync import servers_of
 from instep.words import LAST_STEPS, phases_in_words, some_members, whole_seconds
 
 MEMORY_S, MEMORY_STEPS = 10.0, 20.0
@@ -68,7 +67,7 @@ class Progress:
         self._earlier = earlier
         self.job, self.name, self.clock = job, name, clock
         self.began = clock()
-        self.workers = list(range(job.workers + servers_of(job.sync)))
+        self.workers = list(range(job.workers + job.sync.server_count))
         self.servers = set(self.workers[job.workers :])
         self.states: dict[int, str] = {}
         self.phases: dict[int, dict[str, float]] = {}

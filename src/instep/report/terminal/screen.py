@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from instep.report.figures.progress import Progress, Row
-from instep.sync import servers_of
 from instep.units import readable_bytes, readable_count, readable_share
 from instep.words import (
     AGAIN,
@@ -155,7 +154,7 @@ def screen(progress: Progress, width: int, height: int, bar: str = "━─") -> 
 def heading(progress: Progress, width: int) -> str:
     """Name, sizes and strategy, in one line of at most `width` columns."""
     job, ready = progress.job, progress.ready
-    parts = [progress.name, members(job.workers, servers_of(job.sync)), job.sync.name]
+    parts = [progress.name, members(job.workers, job.sync.server_count), job.sync.name]
     if job.mesh.ranks > 1:
         parts.append(f"mesh {job.mesh.axes}")
     tokens = job.train.tokens_per_batch

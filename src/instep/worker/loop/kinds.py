@@ -14,7 +14,6 @@ import torch
 from instep.engine.member import Member
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
-from instep.sync import servers_of
 
 Backend = Literal["gloo", "nccl", "staged"]
 """How a rank moves tensors: on the CPU; on its GPU; from its GPU by way of host memory, by gloo."""
@@ -100,7 +99,7 @@ def _two(kinds: Sequence[str], other: int) -> str:
 def _of_one_kind(job: JobSpec) -> Iterator[str]:
     """Name what keeps something on the device of each rank, or lets passes wait for others."""
     sync = job.sync
-    if sync.rounds is not None or servers_of(sync) or sync.votes:
+    if sync.rounds is not None or sync.served or sync.votes:
         yield f"sync.name = {sync.name!r}"
     if sync.codec != "none":
         yield f"sync.codec = {sync.codec!r}"

@@ -38,7 +38,6 @@ from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
 from instep.recipe.optimizers.two_points import TwoPoints
 from instep.state.retention import Best
-from instep.sync import SERVERS
 from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.streaming import Streaming
@@ -467,7 +466,7 @@ def find_two_points(engine: Engine) -> None:
         return
     job = engine.member.job
     refused = {
-        f"sync.name = {job.sync.name!r}": job.sync.name in SERVERS or job.sync.rounds is not None,
+        f"sync.name = {job.sync.name!r}": job.sync.served or job.sync.rounds is not None,
         "[mesh]": job.mesh.ranks > 1,
     }
     if wrong := next((key for key, there in refused.items() if there), ""):

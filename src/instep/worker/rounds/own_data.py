@@ -22,7 +22,7 @@ from instep.data.windowed import Windowed
 from instep.engine.member import Member
 from instep.errors import DataError, SpecError
 from instep.job.spec import JobSpec
-from instep.job.sync import RoundSpec
+from instep.job.sync.rounds import RoundSpec
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
 from instep.words import listed

@@ -41,8 +41,8 @@ def verdict(job: JobSpec) -> str:
     """Whether a run gives the result of one machine, where participants take steps of their own."""
     sync = job.sync
     some = f"{sync.taking_part} of " if sync.taking_part < sync.participants else ""
-    pulled = ", each drawn back to the round's beginning" if sync.name == "fedprox" else ""
-    outer = ", and an optimizer takes a step of that" if sync.name in ("fedopt", "diloco") else ""
+    pulled = ", each drawn back to the round's beginning" if sync.row.pulls else ""
+    outer = ", and an optimizer takes a step of that" if sync.row.outer else ""
     own = f" with data of their own ({job.own_data!r})" if job.own_data else ""
     after = f"{job.local_steps} local steps of each"
     if sync.rounds is not None and sync.streams:

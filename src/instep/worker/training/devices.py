@@ -7,7 +7,6 @@ import torch
 from instep.engine.member import Member
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
-from instep.sync import SERVERS
 
 
 def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.device:
@@ -31,7 +30,7 @@ def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.devic
             "machine. Use train.device = 'cpu'; or install a driver, and a torch that is built for "
             "CUDA."
         )
-    enough = count >= max(local_size, local_rank + 1) and job.sync.name not in SERVERS
+    enough = count >= max(local_size, local_rank + 1) and not job.sync.served
     if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -34,7 +34,6 @@ from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import Begun
 from instep.state.retention import Best, best_rule
-from instep.sync import LEASED, SERVERS
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.worker.loop.after_commit import Step
@@ -150,7 +149,7 @@ class Training(Loop):
             job.lora,
             load=member.checkpoint is None,  # else the checkpoint has the parameters
             building=measured(job, member.scratch) if job.mesh.ranks > 1 else None,
-            rows_in=member.scratch if job.sync.name in SERVERS - LEASED else None,
+            rows_in=member.scratch if job.sync.served and not job.sync.leased else None,
         )
         self._reads = make_global(model) if job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, self.device, job.train.precision)

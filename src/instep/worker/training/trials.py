@@ -15,7 +15,6 @@ from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import try_validation
 from instep.recipe.tuning import NOTHING, Begun
 from instep.state.broadcast import broadcast_bytes
-from instep.sync import LEASED
 from instep.worker.loop.announcer import tells_trial
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.late_trial import TRYING
@@ -147,9 +146,9 @@ def decided_by_job(job: JobSpec, recipe: Recipe, trial: Trial, *, draws_by_block
     )
     reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
     if job.sync.codec != "none":
-        whom = "workers and servers" if job.sync.name == "server_sync" else "workers"
+        whom = "workers and servers" if job.sync.served else "workers"
         carried = f", and what is carried over depends on the number of {whom}"
-        if job.sync.name in LEASED:
+        if job.sync.leased:
             carried = ", and what a worker carries over is lost with it"
         reasons.append(
             f"sync.codec = {job.sync.codec!r} rounds what is sent"
@@ -166,7 +165,7 @@ def decided_by_job(job: JobSpec, recipe: Recipe, trial: Trial, *, draws_by_block
             f"{job.train.micro_batches} micro-batches for the gradient, on any number of "
             "workers alike. Use all_reduce"
         )
-    if job.sync.name in LEASED:
+    if job.sync.leased:
         reasons.append(
             f"with sync.name = {job.sync.name!r} each micro-batch is an update of its "
             "own, in the order in which they arrive: the result depends on timing. Use "

@@ -22,7 +22,6 @@ from instep.parallel.host_state import keep_on_host
 from instep.recipe.build import Built, build_optimizer
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import Begun
-from instep.sync import LEASED, SERVERS
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.training.private import PrivateRun
 
@@ -42,10 +41,10 @@ def built_for(
     Raises:
         InstepError: it cannot be made, or servers cannot have these tables.
     """
-    if job.sync.name in LEASED:
-        refuse_sparse(model, job)
     tables = None
-    if job.sync.name in SERVERS - LEASED:
+    if job.sync.leased:
+        refuse_sparse(model, job)
+    elif job.sync.served:
         tables = ServedTables(model, job, batch_loss=recipe.batch_loss is not None)
     built = build_optimizer(recipe, model, updates, job.start, begun)
     return (tables.made(built) if tables else built), tables
@@ -53,8 +52,8 @@ def built_for(
 
 def kind_of_update(job: JobSpec) -> Callable[..., Update]:
     """Find what moves the parameters of a job."""
-    if job.sync.name in SERVERS:
-        return LeasedUpdate if job.sync.name in LEASED else ServedUpdate
+    if job.sync.served:
+        return LeasedUpdate if job.sync.leased else ServedUpdate
     return Update if job.sync.rounds is None else partial(RoundUpdate, job=job)
 
 

@@ -54,7 +54,7 @@ def try_kept(
     with unchanged(
         recipe.optimizer, recipe.scheduler, *(part for turn in recipe.turns for part in turn)
     ):
-        trial = try_optimizer(maker, trial, job.sync.name)
+        trial = try_optimizer(maker, trial, served=job.sync.served)
         trial = _try_reads(maker, trial)
         return trial if job.train.determinism == "bits" else try_rounding(maker, trial)
 

@@ -26,7 +26,6 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.isolated import isolated
 from instep.state.packing import pack_state, unpack_state
-from instep.sync import SERVERS
 from instep.usercode.counts import Counts
 from instep.usercode.digests import digest_of
 from instep.worker.trial.kept.nearly import equal
@@ -43,13 +42,13 @@ steps is to decide something."""
 _WHO = "a resumed run, and a worker that takes another's place or joins, would begin without it"
 
 
-def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
+def try_optimizer(maker: Maker, trial: Trial, *, served: bool) -> Trial:
     """The trial's result, or what no checkpoint has of what the optimizer keeps.
 
     Args:
         maker: of stand-ins.
         trial: so far.
-        sync: name of the strategy.
+        served: whether servers have the optimizer.
 
     Raises:
         RecipeError: the optimizer cannot take a step as instep takes it, or keeps what can be put
@@ -70,9 +69,9 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
             counted = after.changed(among=maker.shared_with_losses())
     except Exception as error:  # of the user's functions
         if maker.copy_models():  # a hook of theirs may use the model
-            return try_optimizer(maker, trial, sync)
+            return try_optimizer(maker, trial, served=served)
         return _could_not_step(name, error, trial)
-    saved, loaded = _saved(first, name, sync), False
+    saved, loaded = _saved(first, name, served=served), False
     try:
         _load(anew, first, saved)
         loaded = True
@@ -80,7 +79,7 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
         still = _take_further(maker, first, anew, named)
     except Exception as error:  # of the user's functions
         if maker.copy_models():
-            return try_optimizer(maker, trial, sync)
+            return try_optimizer(maker, trial, served=served)
         if loaded:
             return _could_not_step(name, error, trial)
         what = f"cannot load its own state_dict() ({type(error).__name__}: {one_line(error)})"
@@ -141,7 +140,7 @@ def _could_not_step(name: str, error: Exception, trial: Trial) -> Trial:
     return _if_same(trial, f"whether a checkpoint has all that {name} keeps {why}")
 
 
-def _saved(stand_in: StandIn, name: str, sync: str) -> list[Any]:
+def _saved(stand_in: StandIn, name: str, *, served: bool) -> list[Any]:
     """What a checkpoint would have of each optimizer and its scheduler."""
     saved = list[Any]()
     for optimizer, scheduler in stand_in.made:
@@ -160,7 +159,7 @@ def _saved(stand_in: StandIn, name: str, sync: str) -> list[Any]:
                 ) from error
             own = {key: value.clone() for key, value in tensors.items()}
             saved.append(unpack_state(own, json.loads(json.dumps(skeleton))))
-        if sync in SERVERS:
+        if served:
             _check_servers(optimizer)
     return saved
 

@@ -1,98 +1,19 @@
-"""The tables `[sync]` and `[sync.options]` of a job."""
+"""The tables `[sync]` and `[sync.options]` of a job.
+
+What is known of each strategy and codec is in `tables.py`, what a round is in `rounds.py`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import field
 
-from instep.job.base import Natural, Positive, Section
-
-SHARED = "none"
-"""The partition of data that all participants share."""
-
-
-class RoundSpec(Section, frozen=True, kw_only=True):
-    """Options of the strategies with rounds that say what a round is."""
-
-    local_steps: Positive = 10
-    """How many steps a participant takes in a round, before all are averaged."""
-
-    local_optimizers: Literal["reset", "kept"] = "reset"
-    """Whether a participant's optimizer state (moments, momentum) is dropped at the end of a
-    round, or kept for its next one."""
-
-    start_after: Natural = 0
-    """How many steps all take together, as with `all_reduce`, before the first round (post-local
-    SGD). They count as steps of the job, as a round does."""
-
-    fragments: Positive = 1
-    """Of `diloco`: into how many parts the parameters are cut, of which one after the other agrees,
-    while participants go on (Streaming DiLoCo). A commit is then `local_steps` / `fragments` local
-    steps, and the agreement of one of them."""
-
-    delay: Natural = 0
-    """With `fragments`: so many local steps participants take while a fragment is under way."""
-
-    fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """How much of the participants are in a round; which, is drawn for each by the seed."""
-
-    local_parameters: tuple[str, ...] = ()
-    """Patterns of names, such as `["*.norm.*"]`: parameters and buffers that stay with their
-    participant, and are not shared (FedBN). The shared model has their mean."""
-
-    partition: str = SHARED
-    """Whose data are whose: `none`, all participants share them; or `blocks`, `random`, `labels`,
-    `owner`, `parts` (of `data.parts`): each has some of its own."""
-
-    skew: Annotated[float, Meta(gt=0)] = 0.5
-    """Of `partition = "labels"`: 100 is near even, 0.1 severe."""
-
-    clip: Annotated[float, Meta(ge=0)] = 0.0
-    """Limit of the norm of how far a participant comes in a round, over all parameters: one that
-    came farther gives less. 0 for none. Needs `train.determinism = "bits"`."""
-
-    secure_sums: bool = False
-    """Whether participants mask what they give, so that nobody sees more than the sum. Needs `clip`
-    and `partition`."""
-
-    least: Natural = 0
-    """With `secure_sums`: of how many participants a sum is at least; more than half of those in a
-    round. 0 for the fewest that is."""
-
-
-ROUNDS: Mapping[str, RoundSpec] = {
-    "averaging": RoundSpec(),
-    "fedprox": RoundSpec(),
-    "fedopt": RoundSpec(),
-    "diloco": RoundSpec(local_steps=20, local_optimizers="kept"),
-}
-"""Strategies in which participants take steps of their own, and one commit is a round of them; with
-the defaults of these options."""
-
-
-ROUND_OPTIONS = {
-    "local_steps": "needs a whole number of at least 1",
-    "local_optimizers": "needs to be 'reset' or 'kept'",
-    "start_after": "needs a whole number of at least 0",
-    "fragments": "needs a whole number of at least 1",
-    "delay": "needs a whole number of at least 0",
-    "fraction": "needs a number above 0, and at most 1",
-    "local_parameters": "needs a list of patterns of names, such as ['*.norm.*']",
-    "partition": "needs the name of a partition, such as 'blocks', in quotes",
-    "skew": "needs a number above 0",
-    "clip": "needs a number above 0; leave it out for no limit",
-    "secure_sums": "needs to be true or false",
-    "least": "needs a whole number of at least 0",
-}
-"""What each needs to be."""
-
-
-OF_FRAGMENTS = frozenset({"fragments", "delay"})
-"""Those of them that `diloco` alone knows."""
+from instep.job.base import Positive, Section
+from instep.job.sync.rounds import ROUND_OPTIONS, SHARED, RoundSpec
+from instep.job.sync.tables import STRATEGY_ROWS, UNKNOWN, StrategyRow
 
 
 class SyncSpec(Section, frozen=True, kw_only=True):
@@ -130,6 +51,26 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     the name of strategy and codec, so that a resume with another version goes on with it."""
 
     @property
+    def row(self) -> StrategyRow:
+        """All that is known of the strategy before it is imported."""
+        return STRATEGY_ROWS.get(self.name, UNKNOWN)
+
+    @property
+    def served(self) -> bool:
+        """Whether servers move the parameters."""
+        return self.row.served
+
+    @property
+    def leased(self) -> bool:
+        """Whether no step waits for all workers: each micro-batch is an update of its own."""
+        return self.row.leased
+
+    @property
+    def server_count(self) -> int:
+        """How many parameter servers there are; 0 if the strategy has none."""
+        return self.servers if self.served else 0
+
+    @property
     def all_options(self) -> dict[str, Any]:
         """Options of the strategy, with those that the run wrote down."""
         return self.defaults.get(self.name, {}) | self.options
@@ -142,12 +83,11 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     @property
     def rounds(self) -> RoundSpec | None:
         """What the options say of the rounds; None for a strategy that agrees on every step."""
-        if self.name not in ROUNDS:
+        if (known := self.row.rounds) is None:
             return None
         options = self.all_options
         given = {key: options[key] for key in ROUND_OPTIONS if key in options}
-        known = msgspec.structs.asdict(ROUNDS[self.name])
-        return msgspec.convert(known | given, RoundSpec)
+        return msgspec.convert(msgspec.structs.asdict(known) | given, RoundSpec)
 
     @property
     def taking_part(self) -> int:
@@ -156,7 +96,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
         return max(1, int(rounds.fraction * self.participants + 0.5)) if rounds is not None else 0
 
     def __post_init__(self) -> None:
-        if self.name not in ROUNDS:
+        if self.row.rounds is None:
             return
         given = {key: self.options[key] for key in ROUND_OPTIONS if key in self.options}
         try:
@@ -170,7 +110,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
     def _check_fragments(self, rounds: RoundSpec) -> None:
         steps, fragments, delay = rounds.local_steps, rounds.fragments, rounds.delay
-        if fragments > 1 and self.name != "diloco":
+        if fragments > 1 and not self.row.fragments:
             raise ValueError(
                 f"options.fragments = {fragments}: {self.name} agrees on all parameters at once. "
                 "Set name = 'diloco', or leave it out."
@@ -235,14 +175,14 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     @property
     def median(self) -> bool:
         """Whether participants' medians are taken, instead of their mean."""
-        return self.name == "averaging" and self.all_options.get("combine") == "median"
+        return "combine" in self.row.options and self.all_options.get("combine") == "median"
 
     @property
     def votes(self) -> bool:
         """Whether each micro-batch is a voter, and is computed apart."""
-        return self.name == "sign_vote"
+        return self.row.votes
 
     @property
     def delayed(self) -> bool:
         """Whether each gradient is applied one step late."""
-        return self.name == "all_reduce" and self.all_options.get("delayed") is True
+        return "delayed" in self.row.options and self.all_options.get("delayed") is True
