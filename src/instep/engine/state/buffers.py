@@ -13,30 +13,21 @@ A pass may give a buffer its shape: an observer of quantisation begins with empt
 module may register one as None. All passes of a step must then give it the same shape, which
 the ranks that ran none of them are told; the step's value is the mean of those that did.
 
-A change is seen by torch's version counter, which costs no look at the values.
-But batch normalisation moves its running statistics without counting (torch
-2.11 to 2.13). So values are compared too: of all buffers after the first pass,
-of a module's other buffers where one was seen to move, and always of what has
-the form of such statistics. What was once found to move uncounted is from then
-on taken to move in every pass.
+How a change is seen, `live_buffers.py` knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
+from instep.engine.state.frozen import FrozenParameters
+from instep.engine.state.live_buffers import DIMS, DTYPES, LiveBuffers
 from instep.errors import RecipeError, one_line
-from instep.state.sized import in_own_memory, resized
-from instep.state.snapshot import TYPES
-
-_DTYPES = tuple(TYPES.values())
-_DIMS = 8
-"""Dimensions that a buffer may have, if passes give it its shape."""
 
 _RESHAPED = float(1 << 20)
 """What a rank adds to the mark of a buffer that its passes gave another shape; a multiple of it
@@ -53,34 +44,6 @@ class BufferLayout(NamedTuple):
     shape: tuple[int, ...]
 
 
-class FrozenParameters:
-    """Parameters that are not trained; no pass may write to one, as workers run different passes.
-
-    Args:
-        named: parameters of a model by name, also those that are trained.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._named = [
-            (name, parameter) for name, parameter in named if not parameter.requires_grad
-        ]
-        self.note()
-
-    def note(self) -> None:
-        """Take what they are now for what passes must leave."""
-        self._versions = [parameter._version for _, parameter in self._named]
-
-    def refuse_written(self) -> None:
-        """Refuse a pass that wrote to one.
-
-        Raises:
-            RecipeError: names the parameter.
-        """
-        for (name, parameter), version in zip(self._named, self._versions, strict=True):
-            if parameter._version != version:
-                raise written(name, trained=False)
-
-
 class Buffers:
     """The buffers of one model, watched from pass to pass.
 
@@ -93,40 +56,23 @@ class Buffers:
 
     def __init__(self, model: nn.Module, *, parts: int = 0, alone: bool = False) -> None:
         self._rows = parts or 1
-        owners = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
         self._frozen = FrozenParameters(() if alone else model.named_parameters())
-        unique = {
-            (module, name) if buffer is None else id(buffer): (module, name, buffer)
-            for module, name, buffer in owners
-        }
-        self._owners = [(module, name) for module, name, _ in unique.values()]
-        self._live = [buffer for _, _, buffer in unique.values()]
-        self._committed = [None if b is None else b.detach().clone() for b in self._live]
-        self._versions = [-1 if b is None else b._version for b in self._live]
+        self._all = LiveBuffers(model)
         self._proposed: dict[int, dict[int, tuple[float, Tensor]]] = {}  # buffer, row
         self._layouts: dict[int, BufferLayout] = {}
         """Of the buffers to which the passes of this step gave another shape."""
         self._agreed: _Agreed | None = None  # staged until `apply`
-        self._uncounted: set[int] = set()
         self._seldom: set[int] = set()
-        """Those of them that a pass beside those of the samples moved first."""
+        """Those moved uncounted that a pass beside those of the samples moved first."""
         self.moved: set[int] = set()
         """The identity (`id`) of each buffer that a committed step has moved."""
-        self._compared = False
-        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._all)
 
     def begin_step(self) -> None:
         """Passes are about to run, and may give buffers their shape."""
-        for live in self._live:
-            if live is not None:
-                in_own_memory(live)
+        self._all.begin_step()
 
     def after_pass(self, weight: float, number: int, *, beside: bool = False) -> bool:
         """Take in what a pass did to the buffers, undo it, and say whether it did anything.
@@ -138,32 +84,32 @@ class Buffers:
                 only with the buffers that it changes.
         """
         self._frozen.refuse_written()
-        return bool(self._live) and self._take_in(weight, number, beside=beside)
+        return bool(self._all) and self._take_in(weight, number, beside=beside)
 
     @torch.no_grad()
     def _take_in(self, weight: float, number: int, *, beside: bool) -> bool:
-        known = set(self._uncounted)
-        moved = self._moved()
-        self._compared = True
-        self._seldom |= self._uncounted - known if beside else set()
-        moved = [i for i in moved if not (beside or i in self._seldom) or self._differs(i)]
+        known = set(self._all.uncounted)
+        moved = self._all.moved()
+        self._all.seen()
+        self._seldom |= self._all.uncounted - known if beside else set()
+        moved = [i for i in moved if not (beside or i in self._seldom) or self._all.differs(i)]
         if not weight:
             for index in moved:
-                self._restore(index)
+                self._all.restore(index)
             return False
         for index in moved:
-            now = self._now(index, "the forward pass")
+            now = self._all.now(index, "the forward pass")
             self._note_layout(index, now)
             rows = self._proposed.setdefault(index, {})
             sum_of_weights, total = rows.get(number % self._rows, (0.0, torch.zeros(())))
             total = total.to(now.device) + weight * now.to(torch.float64)
             rows[number % self._rows] = (sum_of_weights + weight, total)
-            self._restore(index)
+            self._all.restore(index)
         return bool(moved)
 
     def moved_by_pass(self) -> dict[int, Tensor]:
         """What a pass made of the buffers that it moved, by number; before `after_pass`."""
-        return {i: self._now(i, "the forward pass").clone() for i in self._moved()}
+        return {i: self._all.now(i, "the forward pass").clone() for i in self._all.moved()}
 
     def refuse_reshaped(self, why: str) -> None:
         """Refuse a pass that gave a buffer another shape; before `after_pass`.
@@ -174,74 +120,27 @@ class Buffers:
         Raises:
             RecipeError: names the buffer.
         """
-        for index in self._moved():
-            now, committed = self._now(index, "the forward pass"), self._committed[index]
-            if committed is None or committed.shape != now.shape:
-                raise reshaped(self._owners[index], committed, now, "the forward pass", f" {why}")
+        for index in self._all.moved():
+            self._all.in_shape(index, "the forward pass", f" {why}")
 
-    @torch.no_grad()
     def move(self, moved: Mapping[int, Tensor]) -> None:
         """Move them as a pass did, of which `moved_by_pass` told."""
-        for index, value in moved.items():
-            module, name = self._owners[index]
-            buffer = module._buffers[name]
-            if buffer is None:
-                module._buffers[name] = value.clone()
-            else:
-                resized(buffer, value.shape).copy_(value)
+        self._all.move(moved)
 
     def after_update(self) -> None:
         """What wrote since `apply` was the optimizer or a hook of it, as one that averages the
         weights: alike on every worker, and once in the step. So it is committed as it is."""
-        if self._live:
+        if self._all:
             self._commit_written()
         self._frozen.note()
 
     @torch.no_grad()
     def _commit_written(self) -> None:
-        for index in self._moved():
-            now, committed = self._now(index, "a hook of the optimizer"), self._committed[index]
-            if committed is None or committed.shape != now.shape:
-                raise reshaped(self._owners[index], committed, now, "a hook of the optimizer")
+        for index in self._all.moved():
+            now, committed = self._all.in_shape(index, "a hook of the optimizer")
             committed.copy_(now)
-            self.moved.add(id(self._live[index]))
-            self._restore(index)
-
-    def _moved(self) -> list[int]:
-        """Which buffers the pass has moved, or must be taken to have moved."""
-        present = [i for i, (m, name) in enumerate(self._owners) if m._buffers[name] is not None]
-        counted = {i for i in present if self._counted(i)}
-        modules = {id(self._owners[i][0]) for i in counted}
-        for i in set(present) - counted - self._uncounted:
-            if (
-                not self._compared
-                or id(self._owners[i][0]) in modules
-                or _like_statistics(self._live[i])
-            ):
-                self._uncounted |= {i} if self._differs(i) else set()
-        return [i for i in present if i in counted or i in self._uncounted]
-
-    def _counted(self, index: int) -> bool:
-        module, name = self._owners[index]
-        now, live = module._buffers[name], self._live[index]
-        return now is not live or live is None or live._version != self._versions[index]
-
-    def _differs(self, index: int) -> bool:
-        module, name = self._owners[index]
-        now, committed = module._buffers[name], self._committed[index]
-        return now is None or committed is None or not torch.equal(now, committed)
-
-    def _now(self, index: int, by: str) -> Tensor:
-        module, name = self._owners[index]
-        now = module._buffers[name]
-        assert now is not None
-        if now.is_complex() or now.dim() > _DIMS or now.dtype not in _DTYPES:
-            raise RecipeError(
-                f"{by} wrote {now.dtype} {list(now.shape)} to the buffer {name!r} of a "
-                f"{type(module).__name__}: a buffer that it writes must be real, and of at most "
-                f"{_DIMS} dimensions."
-            )
-        return now
+            self.moved.add(id(self._all.live[index]))
+            self._all.restore(index)
 
     def _note_layout(self, index: int, now: Tensor) -> None:
         """Keep the shape that a pass gave a buffer, if it is another than the committed one.
@@ -249,7 +148,7 @@ class Buffers:
         Raises:
             RecipeError: another pass of the step gave it another one.
         """
-        committed, given = self._committed[index], BufferLayout(now.dtype, tuple(now.shape))
+        committed, given = self._all.committed[index], BufferLayout(now.dtype, tuple(now.shape))
         known = self._layouts.get(index)
         if known is None and committed is not None:
             if committed.shape == now.shape:
@@ -257,24 +156,15 @@ class Buffers:
             if index in self._proposed:
                 known = BufferLayout(committed.dtype, tuple(committed.shape))
         if known is not None and known.shape != given.shape:
-            raise unequal(*self._owners[index], [known.shape, given.shape])
+            raise unequal(*self._all.owners[index], [known.shape, given.shape])
         self._layouts[index] = known or given
-
-    def _restore(self, index: int) -> None:
-        (module, name), committed = self._owners[index], self._committed[index]
-        live = self._live[index]
-        if committed is not None:
-            live = committed.clone() if live is None else resized(live, committed.shape)
-            live.copy_(committed)
-            self._versions[index] = live._version
-        self._live[index] = module._buffers[name] = live
 
     def marks(self) -> list[float]:
         """[buffers]: above 0 for each that this rank's passes moved, to be summed over the
         ranks."""
         return [
             _RESHAPED if index in self._layouts else 1.0 if index in self._proposed else 0.0
-            for index in range(len(self._live))
+            for index in range(len(self._all.live))
         ]
 
     def forget(self) -> None:
@@ -283,13 +173,10 @@ class Buffers:
         self._layouts.clear()
         self._agreed = None
 
-    @torch.no_grad()
     def undo(self) -> None:
         """Give every buffer its committed value: a pass may have ended in the middle."""
         self.forget()
-        for index, (module, name) in enumerate(self._owners):
-            if module._buffers[name] is not None:
-                self._restore(index)
+        self._all.restore_all()
 
     def exchange(self, marks: list[float], comm: Comm, *, read: float = 1.0) -> None:
         """Agree on every buffer that some rank's passes moved; they move with `apply`.
@@ -309,8 +196,7 @@ class Buffers:
 
     @torch.no_grad()
     def _agree(self, moved: list[int], marks: list[float], comm: Comm, read: float) -> None:
-        live = self._live[moved[0]]
-        device = self._device if live is None else live.device
+        device = self._all.device(moved[0])
         reshaped = [index for index in moved if marks[index] >= _RESHAPED]
         layouts = self._agree_on_layouts(reshaped, comm, device)
         shapes = [self._shape_of(index, layouts) for index in moved]
@@ -332,7 +218,7 @@ class Buffers:
         at = 0
         for index, shape in zip(moved, shapes, strict=True):
             if float(mean[at]) > 1 + _ROUNDING:
-                module, name = self._owners[index]
+                module, name = self._all.owners[index]
                 raise RecipeError(
                     f"the buffer {name!r} of a {type(module).__name__} is moved by Recipe.embed "
                     "and by Recipe.batch_loss: one step would move it twice. Use a layer of "
@@ -344,7 +230,7 @@ class Buffers:
         self._agreed = _Agreed(moved, mean, layouts)
 
     def _shape_of(self, index: int, layouts: Mapping[int, BufferLayout]) -> torch.Size:
-        committed = self._committed[index]
+        committed = self._all.committed[index]
         if index in layouts or committed is None:
             return torch.Size(layouts[index].shape)
         return committed.shape
@@ -359,11 +245,12 @@ class Buffers:
         """
         if not reshaped:
             return {}
-        table = torch.zeros(comm.size, len(reshaped), 2 + _DIMS, dtype=torch.float64)
+        table = torch.zeros(comm.size, len(reshaped), 2 + DIMS, dtype=torch.float64)
         for place, index in enumerate(reshaped):
             if index in self._proposed:
                 table[comm.rank, place] = torch.tensor(
-                    _coded(self._layouts.get(index), self._committed[index]), dtype=torch.float64
+                    _coded(self._layouts.get(index), self._all.committed[index]),
+                    dtype=torch.float64,
                 )
         table = table.to(device)
         comm.all_reduce(table).wait()
@@ -371,7 +258,7 @@ class Buffers:
         for index, column in zip(reshaped, table.transpose(0, 1).long().tolist(), strict=True):
             given = [_layout(row) for row in column if row[0]]
             if len(shapes := {each.shape for each in given}) > 1:
-                raise unequal(*self._owners[index], [*shapes])
+                raise unequal(*self._all.owners[index], [*shapes])
             layouts[index] = given[0]
         return layouts
 
@@ -385,7 +272,7 @@ class Buffers:
     def _give(self, moved: list[int], flat: Tensor, layouts: dict[int, BufferLayout]) -> None:
         at = 0
         for index in moved:
-            shape, committed = self._shape_of(index, layouts), self._committed[index]
+            shape, committed = self._shape_of(index, layouts), self._all.committed[index]
             weight, mean = flat[at], flat[at + 1 : at + 1 + shape.numel()]
             at += 1 + shape.numel()
             value = mean.view(shape)
@@ -393,24 +280,20 @@ class Buffers:
                 value = value / weight if 1 - weight > _ROUNDING else value
                 dtype = layouts[index].dtype if committed is None else committed.dtype
                 committed = torch.empty(shape, dtype=dtype, device=value.device)
-                self._committed[index] = committed
+                self._all.committed[index] = committed
             elif 1 - weight > _ROUNDING:  # some passes left it as it was
                 assert committed is not None
                 value = value + (1 - weight) * committed.to(torch.float64)
             assert committed is not None
             committed.copy_(value if committed.is_floating_point() else value.round())
-            self._restore(index)
-            self.moved.add(id(self._live[index]))
+            self._all.restore(index)
+            self.moved.add(id(self._all.live[index]))
 
 
 class _Agreed(NamedTuple):
     moved: list[int]
     mean: Tensor
     layouts: dict[int, BufferLayout]
-
-
-def _like_statistics(live: Tensor | None) -> bool:
-    return live is not None and live.dim() == 1 and live.is_floating_point()
 
 
 def _coded(layout: BufferLayout | None, committed: Tensor | None) -> list[int]:
@@ -420,24 +303,12 @@ def _coded(layout: BufferLayout | None, committed: Tensor | None) -> list[int]:
         assert committed is not None, "else it has another shape"
         layout = BufferLayout(committed.dtype, tuple(committed.shape))
     dims = len(layout.shape)
-    return [1 + _DTYPES.index(layout.dtype), dims, *layout.shape, *[0] * (_DIMS - dims)]
+    return [1 + DTYPES.index(layout.dtype), dims, *layout.shape, *[0] * (DIMS - dims)]
 
 
 def _layout(coded: list[int]) -> BufferLayout:
     dtype, dims, *shape = coded
-    return BufferLayout(_DTYPES[dtype - 1], tuple(shape[:dims]))
-
-
-def reshaped(
-    owner: tuple[nn.Module, str], committed: Tensor | None, now: Tensor, by: str, why: str = ""
-) -> RecipeError:
-    """The error of who gave a buffer another shape, and may not."""
-    module, name = owner
-    before = "None" if committed is None else f"shape {list(committed.shape)}"
-    return RecipeError(
-        f"{by} changed the buffer {name!r} of a {type(module).__name__} from {before} to "
-        f"shape {list(now.shape)}: a buffer that it writes must keep its shape.{why}"
-    )
+    return BufferLayout(DTYPES[dtype - 1], tuple(shape[:dims]))
 
 
 def unequal(module: nn.Module, name: str, shapes: Sequence[Sequence[int]]) -> RecipeError:
@@ -458,19 +329,4 @@ def grown(name: str, error: Exception) -> RecipeError:
         f"({type(error).__name__}: {one_line(error)}): each begins with the buffers as the last "
         "committed step has left them, on whatever worker. Make a table that grows a plain "
         "attribute of its module (self.table = ...), or a buffer of its full length."
-    )
-
-
-def written(name: str, *, trained: bool) -> RecipeError:
-    """The error of a pass that wrote to a parameter."""
-    if trained:
-        return RecipeError(
-            f"the forward pass wrote to the parameter {name!r} (an embedding with max_norm does, "
-            "and a clamp in forward): workers run other passes, and would end with other models. "
-            "Do it before the optimizer's step, in a parametrization, or with workers = 1 and "
-            "train.micro_batches = 1."
-        )
-    return RecipeError(
-        f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
-        "(register_buffer), so that workers can agree on it."
     )

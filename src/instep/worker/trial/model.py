@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.engine.state.buffers import grown, written
+from instep.engine.state.buffers import grown
+from instep.engine.state.frozen import written
 from instep.engine.state.kept_buffers import KeptBuffers
 from instep.parallel.copies import copied
 from instep.parallel.global_batch.batch_norm import use_running_statistics

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.engine.state.buffers import written
+from instep.engine.state.frozen import written
 from instep.worker.trial.model import TrialModel
 
 _LARGER = 1e4
