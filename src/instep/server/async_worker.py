@@ -102,8 +102,7 @@ class Working(Training):
         if not self._agreed:
             self._agreed = True
             self._agree_on_trial(AloneComm())
-        for loader in self._inputs.loaders:
-            loader.mark(self.member.marks)
+        self._inputs.mark()
         self.sized(len(form.members))
         self.member.formed()
 

@@ -15,6 +15,19 @@ from instep.worker.reading.loader_watch import LoaderWatch
 from instep.worker.training.inputs import Inputs
 
 
+def doing(phase: str, of_forward: str) -> str:
+    """Say what a worker is at, as precisely as it is known.
+
+    Args:
+        phase: of the worker.
+        of_forward: of its forward pass.
+    """
+    within = {"validation": "validation", TRYING: "the trial of a batch"}
+    if phase in within:
+        return f"{within[phase]} ({of_forward})"
+    return of_forward if phase == "forward" else phase
+
+
 class Heartbeats:
     """Makes the heartbeats of one worker, from its first read on; for the thread that sends them.
 

@@ -13,6 +13,7 @@ from instep.data.batches import Batches
 from instep.data.loader import Loader, Slice
 from instep.data.order import AnyOrder
 from instep.data.partition.regions import HomeRegions
+from instep.data.reading.streams.mixed import AnyStream
 from instep.data.samples.contents import Record
 from instep.data.weighted import HowSampled
 from instep.engine.member import Member
@@ -95,6 +96,23 @@ class Inputs(NamedTuple):
     def loaders(self) -> list[Loader]:
         """One for each dataset."""
         return [self.train, *([self.validate] if self.validate is not None else [])]
+
+    @property
+    def stays(self) -> bool:
+        """Whether each worker keeps what it reads: another part of the stream is read from its
+        start."""
+        stream = self.recipe.train
+        return isinstance(stream, AnyStream) and not stream.has_state
+
+    def mark(self) -> None:
+        """Have loaders take in what is known of samples that cannot be read."""
+        for loader in self.loaders:
+            loader.mark(self.member.marks)
+
+    def close(self) -> None:
+        """End all reading; a second call does nothing."""
+        for loader in self.loaders:
+            loader.close()
 
     def record(self) -> Record | None:
         """Make the file of contents of samples as steps use them, for the audit, if there is to

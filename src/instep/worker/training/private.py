@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.comm.base import Comm
 from instep.data.batches import Batches
 from instep.data.step_sizes import DrawnSizes
 from instep.data.weighted import HowSampled
+from instep.engine.alike import check_division
 from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.trial_result import Trial
@@ -112,6 +114,15 @@ class PrivateRun:
     def check(self) -> None:
         """Nothing more to log, nor to compare when a run is resumed."""
 
+    def check_members(self, comm: Comm, device: torch.device) -> None:
+        """Refuse data that are divided otherwise than on rank 0; all members call it.
+
+        Raises:
+            RecipeError: they are.
+        """
+        if self.division is not None:
+            check_division(comm, device, self.division)
+
     def turns(
         self,
         model: nn.Module,
@@ -185,6 +196,15 @@ class PrivateParticipants(PrivateRun):
         first = self._member.number == 0 and not self._member.others_have_state
         if first and self.division is not None:
             check_hidden(self._member, self.division)
+
+    def check_members(self, comm: Comm, device: torch.device) -> None:
+        """Refuse data that are divided otherwise than on rank 0; all members call it.
+
+        Raises:
+            RecipeError: they are.
+        """
+        if self.division is not None:
+            check_division(comm, device, self.division)
 
     def turns(
         self,

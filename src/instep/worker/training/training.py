@@ -16,8 +16,6 @@ from instep.comm.protocol.messages import Heartbeat
 from instep.data.loader import Read
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
-from instep.data.reading.streams.mixed import AnyStream
-from instep.engine.alike import check_division
 from instep.engine.assignment import Lockstep
 from instep.engine.member import Member
 from instep.engine.passes import Near, Share
@@ -26,7 +24,7 @@ from instep.engine.state.average import Average
 from instep.engine.state.committed import Commit
 from instep.engine.trial_result import Trial
 from instep.engine.update import Update
-from instep.errors import InstepError, PeerError, SpecError, raise_first
+from instep.errors import InstepError, PeerError, raise_first
 from instep.parallel.global_batch.batch_norm import make_global
 from instep.recipe.build import build_model
 from instep.recipe.forward import Forward
@@ -41,7 +39,7 @@ from instep.worker.loop.loop import Loop
 from instep.worker.loop.observed import observers_of
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute, Results
-from instep.worker.passes.late_trial import TRYING, LateTrial
+from instep.worker.passes.late_trial import LateTrial
 from instep.worker.passes.repeat import RepeatPass
 from instep.worker.passes.shared_steps import MembersChanged
 from instep.worker.passes.unfreezing import Frozen
@@ -54,13 +52,13 @@ from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.training.callback_writes import writes_around
 from instep.worker.training.computes import compute_for
 from instep.worker.training.entry import Entry, take_host_copy
-from instep.worker.training.heartbeats import Heartbeats
+from instep.worker.training.heartbeats import Heartbeats, doing
 from instep.worker.training.inputs import Inputs
 from instep.worker.training.private import private_run
 from instep.worker.training.readiness import tell_ready
 from instep.worker.training.recipe_data import RecipeData, check_order
 from instep.worker.training.refusals import measured_by, refusals
-from instep.worker.training.trials import Trials, agreed, decided_by_job
+from instep.worker.training.trials import Trials, agreed, decided_by_job, refuse_another_result
 from instep.worker.training.updating import built_for, turns_for
 from instep.worker.training.validation import Validation
 
@@ -86,7 +84,6 @@ class Training(Loop):
         self.sized: Callable[[int], None] = lambda workers: None
         """Called with the number of workers of each generation, before its first step."""
         self._near: Near | None = None
-        self._tidy = False
         self._data = RecipeData.of(member, recipe)
         self.recipe = self._data.split.recipe
         self.activity = Activity()
@@ -223,14 +220,12 @@ class Training(Loop):
         done = super()._commit()
         if self._once is not None:
             self._once.committed(self.step)
-        if self._replica is not None and not self._tidy:
-            self._tidy = True
+        if self._replica is not None and not self._done:
             return_unused_memory()  # what trials and checks have left
         return done
 
     def _form(self) -> None:
-        for loader in self._inputs.loaders:
-            loader.mark(self.member.marks)
+        self._inputs.mark()
         super()._form()
 
     def _heartbeat(self) -> Heartbeat:
@@ -247,8 +242,8 @@ class Training(Loop):
         if self._once is not None:
             self._once.let_go()
         check_order(comm, self.device, self._loader.order, self._own_data)
-        if self._private is not None and self._private.division is not None:
-            check_division(comm, self.device, self._private.division)
+        if self._private is not None:
+            self._private.check_members(comm, self.device)
         self.compute.begin(comm)
         order, members = self._own_rounds or self._loader.order, self._group.members
         self._near = self._data.meet(comm, self.device, order, members)
@@ -265,9 +260,7 @@ class Training(Loop):
         return self._trial.merge
 
     def _lockstep(self, comm: Comm) -> Lockstep:
-        stream = self.recipe.train  # another part is read from its start, unless it has a state
-        stays = isinstance(stream, AnyStream) and not stream.has_state
-        by_speed = self.job.train.deal == "speed" and not stays
+        by_speed = self.job.train.deal == "speed" and not self._inputs.stays
         return self._deal(comm, by_speed=by_speed, own=self._own_rounds, near=self._near)
 
     @property
@@ -277,14 +270,7 @@ class Training(Loop):
     @property
     def doing(self) -> str:
         """What this worker is at, as precisely as it is known."""
-        if self.callbacks.present:
-            return self.callbacks.present
-        if self.activity.phase == "forward":
-            return self._forward.phase
-        within = {"validation": "validation", TRYING: "the trial of a batch"}
-        if (outer := within.get(self.activity.phase)) is not None:
-            return f"{outer} ({self._forward.phase})"
-        return self.activity.phase
+        return self.callbacks.present or doing(self.activity.phase, self._forward.phase)
 
     def _try(self) -> Trial:
         if self._private is not None:
@@ -310,10 +296,8 @@ class Training(Loop):
         self.engine.state.trial = trial = agreed(comm, self.device, trial, self._unrepeatable)
         if replica is not None and comm.rank == 0 and not self.member.known:
             self.member.remember(trial.encoded())
-        if self.job.check.strict and not trial.same:
-            raise SpecError(
-                f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
-            )
+        if self.job.check.strict:
+            refuse_another_result(trial)
 
     @property
     def _trial(self) -> Trial:
@@ -363,7 +347,6 @@ class Training(Loop):
         """Close loaders, door and group; a second call does nothing."""
         super().close()
         self._data.close()
-        if self._inputs.validate is not None:
-            self._inputs.validate.close()
+        self._inputs.close()
         if self._replica is not None:
             self._replica.close()

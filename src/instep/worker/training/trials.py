@@ -8,6 +8,7 @@ import torch
 
 from instep.comm.base import Comm
 from instep.engine.trial_result import Trial
+from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.build import Built
 from instep.recipe.forward import Measured
@@ -123,6 +124,18 @@ def agreed(comm: Comm, device: torch.device, trial: Trial, unrepeatable: int | N
     if sample := int(samples.max()):
         trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
     return trial
+
+
+def refuse_another_result(trial: Trial) -> None:
+    """Refuse to train where the result is not that of one machine.
+
+    Raises:
+        SpecError: the verdict is not `yes`.
+    """
+    if not trial.same:
+        raise SpecError(
+            f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
+        )
 
 
 def decided_by_job(job: JobSpec, recipe: Recipe, trial: Trial, *, draws_by_block: bool) -> Trial:
