@@ -52,6 +52,13 @@ from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.summing import VOID, clipped_mean
 
 
+def averaging(engine: Engine) -> Averaging | Streaming:
+    """The strategy of a run with rounds."""
+    strategy: object = engine.turn.strategy
+    assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
+    return strategy
+
+
 def equip(
     engine: Engine, update: RoundUpdate, job: JobSpec, mean: ClippedMean | None = None
 ) -> ClippedMean | None:
@@ -61,8 +68,7 @@ def equip(
     Returns:
         Who sums what they give, where each is clipped.
     """
-    strategy: object = engine.turn.strategy
-    assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
+    strategy = averaging(engine)
     update.mu, strategy.start_after = strategy.pull, job.start_after
     parts: dict[str, ParticipantPart] = {}
     if job.keeps_optimizers:
@@ -101,8 +107,8 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     for slot, moved in enumerate(way.moved):
         if moved is not None:
             engine.passes.gradient(slot, moved)
-    if way.predicted is not None and isinstance(engine.turn.strategy, Averaging | Streaming):
-        engine.turn.strategy.predicts(way.predicted)
+    if way.predicted is not None:
+        averaging(engine).predicts(way.predicted)
     engine.passes.end(part, way.size / whole)
     return {part.number: Weighed(way.total, way.weight)}
 
@@ -211,9 +217,8 @@ class Rounds(Compute):
         self._go_to(engine.state.progress.course, step)
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
-        if isinstance(engine.turn.strategy, Averaging | Streaming):
-            missing = [part for part in share.passes if part.samples not in self._there]
-            engine.turn.strategy.recall([self._numbers[part.number] for part in missing])
+        missing = [part for part in share.passes if part.samples not in self._there]
+        averaging(engine).recall([self._numbers[part.number] for part in missing])
         for part in share.passes:
             if part.samples in self._there:
                 way = self._ways[part.number]

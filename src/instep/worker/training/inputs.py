@@ -105,7 +105,7 @@ class Inputs(NamedTuple):
         return isinstance(stream, AnyStream) and not stream.has_state
 
     def mark(self) -> None:
-        """Have loaders take in what is known of samples that cannot be read."""
+        """Tell loaders which samples cannot be read."""
         for loader in self.loaders:
             loader.mark(self.member.marks)
 
