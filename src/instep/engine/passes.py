@@ -89,12 +89,18 @@ def share_of(
     parts = _passes_of(dealt, -(-micro_batches // (shard * workers)), merge, whole, shard)
     first, stop = positions_of(position, dealt, micro_batches)
     cuts = [positions_of(position, part, micro_batches) for part in parts]
-    passes = [
+    return Share(_passes(position, parts, cuts), first, stop)
+
+
+def _passes(
+    position: Position, parts: Sequence[range], cuts: Sequence[tuple[int, int]]
+) -> list[Pass]:
+    """Passes over micro-batches that have samples."""
+    return [
         Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
         for part, (low, high) in zip(parts, cuts, strict=True)
         if high > low
     ]
-    return Share(passes, first, stop)
 
 
 @lru_cache(maxsize=64)  # the same in most steps of a run
@@ -138,14 +144,8 @@ def share_of_these(
         for at in range(0, len(stretch), most)
     ]
     cuts = [positions_of(position, part, micro_batches) for part in parts]
-    passes = [
-        Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
-        for part, (low, high) in zip(parts, cuts, strict=True)
-        if high > low
-    ]
-    return Share(
-        passes, cuts[0][0] if cuts else position.stop, cuts[-1][1] if cuts else position.stop
-    )
+    first, stop = (cuts[0][0], cuts[-1][1]) if cuts else (position.stop, position.stop)
+    return Share(_passes(position, parts, cuts), first, stop)
 
 
 def stretches(numbers: Sequence[int]) -> list[range]:

@@ -74,6 +74,11 @@ class TrainSpec(Section, frozen=True, kw_only=True):
         """Epochs of a job that does not count steps."""
         return self.epochs or 10
 
+    @property
+    def validation_batch(self) -> int:
+        """Samples of a batch of a validation."""
+        return -(-self.global_batch // (self.micro_batches if self.merge == "never" else 1))
+
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(

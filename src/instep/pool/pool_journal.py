@@ -8,8 +8,7 @@ jobs there are, so a changed digit or a lost row is noticed. Way in: `PoolJourna
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +16,7 @@ import msgspec
 
 from instep.errors import RunError
 from instep.pool.jobs import PoolEvent, PoolHost, PoolJob, PoolState
-from instep.store.own_rows import open_rows, summed, unsummed
+from instep.store.own_rows import at_once, open_rows, summed, unsummed, usable
 
 FILE = "pool.sqlite"
 VERSION = 1
@@ -108,26 +107,18 @@ class PoolJournal:
         ]
         facts = _About(dict(after.used), after.at, len(after.jobs), dict(after.hosts))
         about = _summed("all jobs", facts)
-        with self._usable():
-            try:
-                self._rows.execute("BEGIN IMMEDIATE")
-                (last,) = self._rows.execute("SELECT max(number) FROM events").fetchone()
-                number = (last or 0) + 1
-                self._rows.execute(
-                    "INSERT INTO events VALUES (?, ?, ?)",
-                    (number, after.at, _summed(f"event {number}", event)),
-                )
-                self._rows.executemany(
-                    "INSERT INTO jobs VALUES (?, ?) "
-                    "ON CONFLICT (id) DO UPDATE SET job = excluded.job",
-                    changed,
-                )
-                self._rows.execute("INSERT OR REPLACE INTO about VALUES (1, ?)", (about,))
-                self._rows.execute("COMMIT")
-            except sqlite3.Error:
-                with suppress(sqlite3.Error):
-                    self._rows.execute("ROLLBACK")
-                raise
+        with self._usable(), at_once(self._rows, "IMMEDIATE"):
+            (last,) = self._rows.execute("SELECT max(number) FROM events").fetchone()
+            number = (last or 0) + 1
+            self._rows.execute(
+                "INSERT INTO events VALUES (?, ?, ?)",
+                (number, after.at, _summed(f"event {number}", event)),
+            )
+            self._rows.executemany(
+                "INSERT INTO jobs VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET job = excluded.job",
+                changed,
+            )
+            self._rows.execute("INSERT OR REPLACE INTO about VALUES (1, ?)", (about,))
 
     def _checked(self, name: str, text: object, kind: type[_Row]) -> _Row:
         """The value of a row; rows of earlier versions have no checksum."""
@@ -136,15 +127,8 @@ class PoolJournal:
         except ValueError as error:  # msgspec's too
             raise self._damaged(f"{name}: {error}") from None
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error, UnicodeError) as error:  # its own words may be damaged
-            raise self._unusable(error) from None
-
-    def _unusable(self, error: Exception) -> RunError:
-        return RunError(f"{self._path} cannot be used: {error}. Make room, or get access to it.")
+    def _usable(self) -> AbstractContextManager[None]:
+        return usable(self._path, "Make room, or get access to it.")
 
     def _damaged(self, why: str) -> RunError:
         return RunError(

@@ -22,10 +22,11 @@ from instep.privacy.grid import Grid
 from instep.privacy.kernels import unscaled_with_noise
 from instep.privacy.keys import derived, tag
 from instep.privacy.noise import rounded_gaussian
+from instep.sync.sums import WithoutMemory
 
 
-class PrivateSums:
-    """Adds noise to what was summed.
+class PrivateSums(WithoutMemory):
+    """Adds noise to what was summed; all samples fit, by the choice of the grid.
 
     Args:
         parameters: whose gradients are summed, in the same order on every rank.
@@ -36,7 +37,6 @@ class PrivateSums:
     """
 
     types: Mapping[torch.dtype, torch.dtype] = {torch.float32: torch.int32}
-    flags = 0
 
     def __init__(
         self,
@@ -55,9 +55,6 @@ class PrivateSums:
             place += each.numel() + each.numel() % 2
         self._key = b""
 
-    def begin_pass(self) -> None:
-        """All passes are alike."""
-
     def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
         """Add whole numbers; every micro-batch counts the same."""
         assert gradient.dtype == torch.int32, "gradients on the grid"
@@ -65,18 +62,6 @@ class PrivateSums:
             into.copy_(gradient.view_as(into))
         else:
             into.add_(gradient.view_as(into))
-
-    def raised(self) -> list[float]:
-        """Nothing to tell: all samples fit by the choice of the grid."""
-        return []
-
-    def settle(self, raised: Sequence[float]) -> bool:
-        """Whatever was summed is the sum."""
-        return True
-
-    def finite(self) -> bool:
-        """Whole numbers are."""
-        return True
 
     def seal(self, commit: int, sums: Sequence[Tensor]) -> bytes:
         """Choose the key of the noise for what was summed for a commit; before `gradient`.
@@ -105,13 +90,6 @@ class PrivateSums:
         whole = torch.from_numpy(drawn).to(agreed.device) + flat
         return (whole.to(torch.float64) * unit).to(torch.float32).view_as(agreed)
 
-    def sizes(self) -> list[int]:
-        """Nothing is asked of them."""
-        return []
-
-    def take_back(self) -> None:
-        """Nothing is remembered of it."""
-
     def end_step(self, sizes: Sequence[int] | None = None) -> None:
         """The key has been used."""
         self._key = b""
@@ -119,10 +97,3 @@ class PrivateSums:
     def abandon(self) -> None:
         """The next step has a key of its own."""
         self._key = b""
-
-    def state(self) -> dict[str, Tensor]:
-        """Nothing is remembered between steps."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to take up."""

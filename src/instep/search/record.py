@@ -12,7 +12,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ import msgspec
 from instep.errors import RunError
 from instep.search.results import Result, ToldTrial, Values
 from instep.store.own_files import lock, open_own, unlock
-from instep.store.own_rows import open_rows, summed, unsummed
+from instep.store.own_rows import at_once, open_rows, summed, unsummed, usable
 
 FILE = "search.sqlite"
 LOCK = "search.id"
@@ -83,7 +83,7 @@ class SearchRecord:
 
     def chosen(self) -> list[tuple[Values, tuple[tuple[int, float], ...]]]:
         """The values of each trial, and its bounds at rungs, in order."""
-        with self._usable(), self._at_once():
+        with self._usable(), at_once(self._rows):
             query = "SELECT number, chosen, bounds FROM trials ORDER BY number"
             rows, known = self._rows.execute(query).fetchall(), self.about().get(_COUNT)
         if [number for number, *_ in rows] != [*range(len(rows))]:
@@ -124,7 +124,7 @@ class SearchRecord:
             summed(f"the bounds of trial {number}", json.dumps(bounds)),
         )
         count = _COUNT, summed(f"fact {_COUNT}", str(number + 1))
-        with self._usable(), self._at_once():
+        with self._usable(), at_once(self._rows):
             text = "INSERT INTO trials (number, chosen, bounds) VALUES (?, ?, ?)"
             self._rows.execute(text, row)
             self._rows.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", count)
@@ -156,27 +156,11 @@ class SearchRecord:
         except (ValueError, TypeError, LookupError) as error:  # of JSON too
             raise self._damaged(f"{name}: {error}") from None
 
-    @contextmanager
-    def _at_once(self) -> Iterator[None]:
-        """Execute all statements or none; what is read is of one moment."""
-        self._rows.execute("BEGIN")
-        try:
-            yield
-            self._rows.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                self._rows.execute("ROLLBACK")
-            raise
-
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error, UnicodeError) as error:  # its own words may be damaged
-            raise RunError(
-                f"{self._path} cannot be used: {error}. Make room, or get access to it; if it is "
-                "damaged, begin another search with --name."
-            ) from None
+    def _usable(self) -> AbstractContextManager[None]:
+        return usable(
+            self._path,
+            "Make room, or get access to it; if it is damaged, begin another search with --name.",
+        )
 
     def _damaged(self, why: str) -> RunError:
         return RunError(

@@ -12,8 +12,8 @@ import re
 import sqlite3
 import tempfile
 import zlib
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from instep.errors import RunError
@@ -111,6 +111,41 @@ def _copied(path: Path, log: Path) -> sqlite3.Connection:
         finally:
             copy.close()
     return found
+
+
+@contextmanager
+def at_once(rows: sqlite3.Connection, how: str = "") -> Iterator[None]:
+    """In this context execute all statements or none; what is read is of one moment.
+
+    Args:
+        rows: of `open_rows`.
+        how: word that follows BEGIN, such as IMMEDIATE.
+    """
+    rows.execute(f"BEGIN {how}")
+    try:
+        yield
+        rows.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            rows.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def usable(path: Path, remedy: str) -> Iterator[None]:
+    """In this context a file of rows is used.
+
+    Args:
+        path: of the file.
+        remedy: sentence that follows the error.
+
+    Raises:
+        RunError: it cannot be used.
+    """
+    try:
+        yield
+    except (OSError, sqlite3.Error, UnicodeError) as error:  # its own words may be damaged
+        raise RunError(f"{path} cannot be used: {error}. {remedy}") from None
 
 
 def summed(name: str, text: str) -> str:

@@ -66,23 +66,13 @@ class Sums(Protocol):
         """Take up what `state` gave."""
 
 
-class Plain:
-    """Sums of floating-point numbers: the order of the additions shows in the last bits."""
+class WithoutMemory:
+    """To inherit from, for sums that ask nothing of the ranks and remember nothing of a step."""
 
-    types: Mapping[torch.dtype, torch.dtype] = {}
     flags = 0
 
     def begin_pass(self) -> None:
         """All passes are alike."""
-
-    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
-        """One multiplication, one addition; a sparse gradient touches only its rows."""
-        if fresh and not gradient.is_sparse and gradient.dtype == into.dtype:
-            torch.mul(gradient, weight, out=into)
-            return
-        if fresh:
-            into.zero_()
-        into.add_(gradient, alpha=weight)
 
     def raised(self) -> list[float]:
         """Nothing to tell."""
@@ -95,10 +85,6 @@ class Plain:
     def finite(self) -> bool:
         """Nobody asked."""
         return True
-
-    def gradient(self, index: int, agreed: Tensor) -> Tensor:
-        """The sum itself."""
-        return agreed
 
     def sizes(self) -> list[int]:
         """Nothing is asked of them."""
@@ -119,6 +105,25 @@ class Plain:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Nothing to take up."""
+
+
+class Plain(WithoutMemory):
+    """Sums of floating-point numbers: the order of the additions shows in the last bits."""
+
+    types: Mapping[torch.dtype, torch.dtype] = {}
+
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """One multiplication, one addition; a sparse gradient touches only its rows."""
+        if fresh and not gradient.is_sparse and gradient.dtype == into.dtype:
+            torch.mul(gradient, weight, out=into)
+            return
+        if fresh:
+            into.zero_()
+        into.add_(gradient, alpha=weight)
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """The sum itself."""
+        return agreed
 
 
 class Wide(Plain):

@@ -24,7 +24,6 @@ from instep.job.overrides import apply_overrides
 from instep.job.spec import JobSpec, as_table
 from instep.job.start import StartSpec
 from instep.job.sync import SyncSpec
-from instep.job.train import TrainSpec
 from instep.launch.forking import MOST_PAGES
 from instep.state.export.export import copy_model
 from instep.state.files.manifest import published, read_manifest
@@ -145,7 +144,7 @@ def _job_of(
         sync=SyncSpec(),
         start=StartSpec(),
     )
-    return job, _batch_of(given.train)
+    return job, given.train.validation_batch
 
 
 def begin(
@@ -234,10 +233,6 @@ def data_of(given: str) -> tuple[Path, str]:
     if not path.is_file():
         raise SpecError(f"--data {given!r}: there is no such file. {file_beside(path, '*.py')}")
     return path, function
-
-
-def _batch_of(train: TrainSpec) -> int:
-    return -(-train.global_batch // (train.micro_batches if train.merge == "never" else 1))
 
 
 def _sha256(file: Path) -> str:

@@ -141,16 +141,9 @@ class Inputs(NamedTuple):
         return len(self.recipe.validate) if self.recipe.validate is not None else 0
 
     @property
-    def validation_batch(self) -> int:
-        """Samples of a batch of a validation."""
-        train = self.job.train
-        parts = train.micro_batches if train.merge == "never" else 1
-        return -(-train.global_batch // parts)
-
-    @property
     def first_batch(self) -> int:
         """Samples of the first batch of a validation."""
-        return min(self.validation_batch, self.validation_samples)
+        return min(self.job.train.validation_batch, self.validation_samples)
 
 
 def _loader(

@@ -197,15 +197,6 @@ class PrivateParticipants(PrivateRun):
         if first and self.division is not None:
             check_hidden(self._member, self.division)
 
-    def check_members(self, comm: Comm, device: torch.device) -> None:
-        """Refuse data that are divided otherwise than on rank 0; all members call it.
-
-        Raises:
-            RecipeError: they are.
-        """
-        if self.division is not None:
-            check_division(comm, device, self.division)
-
     def turns(
         self,
         model: nn.Module,

@@ -69,7 +69,7 @@ class Validation:
                 inputs.forward,
                 inputs.validate,
                 count,
-                inputs.validation_batch,
+                inputs.job.train.validation_batch,
                 comm,
                 Sharing(
                     assignment.dealing.speeds,
