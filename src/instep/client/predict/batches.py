@@ -1,6 +1,6 @@
 """Which batches have no predictions yet, who gets which next, and where workers were lost.
 
-Pure: the master of predictions (`predict_master.py`) says what happened, and carries out what
+Pure: the master of predictions (`master.py`) says what happened, and carries out what
 follows.
 """
 

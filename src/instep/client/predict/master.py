@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from instep.client.predict.batches import START, PredictBatches
 from instep.client.predict.fork_server import OwnServer
+from instep.client.predict.losses import PredictLosses
 from instep.client.predict.pace import Pace
 from instep.client.predict.replicas import PredictProcess, PredictReplica
 from instep.client.results import failure
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.endpoint import Switchboard
 from instep.comm.protocol.hub import Peer
-from instep.control.decisions.endings import signal_name
 from instep.control.keys import Keys
 from instep.control.watch import away_s
 from instep.errors import RecipeError, WorkerError
@@ -36,15 +36,11 @@ from instep.job.spec import JobSpec
 from instep.store.joined import check_same
 from instep.store.predictions import Damaged, Predictions
 from instep.system.lease import Lease
-from instep.system.limits import FLOOR_S, UNKNOWN_S
+from instep.system.limits import UNKNOWN_S
 from instep.system.processes import Watched
-from instep.units import readable_seconds
 
 TICK_S = 0.05
 """How long the master waits for a message."""
-
-REPORT_S = 0.5
-"""How long the fork server may take to report the end of a worker."""
 
 LEAVE_S = 2.0
 """How long workers may take to end when everything is predicted."""
@@ -83,7 +79,7 @@ class PredictMaster:
     ) -> None:
         self._job, self._folder, self._say = job, folder, say
         self._asked, self._keys = asked, Keys()
-        self._began = time.time()
+        self._began, self._now = time.time(), time.monotonic()
         self._board = Switchboard()
         self._hub = self._board.hub
         self._server = OwnServer(self._board, folder.path / "logs", say)
@@ -92,9 +88,8 @@ class PredictMaster:
         self._replicas = [PredictReplica(number, job.mesh) for number in replicas]
         self._starting: dict[int, float] = {}  # when the fork server was asked for them
         self._confirmed = False  # whether the dataset is the one of the parts that are there
-        self._lost = 0
+        self._losses = PredictLosses(self._batches, folder.path / "logs", say)
         self._known: dict[str, Any] | None = None  # the head of a part, to compare others with
-        self._now = time.monotonic()
         self._pace = Pace(self._batches, self._now)
 
     def serve(self) -> PredictEnded:
@@ -116,7 +111,7 @@ class PredictMaster:
                 process.system.close()
         batches = self._batches
         predicted = len(batches.done) - batches.before
-        return PredictEnded(batches.samples, predicted, self._lost, not self._complete)
+        return PredictEnded(batches.samples, predicted, self._losses.count, not self._complete)
 
     @property
     def _processes(self) -> list[PredictProcess]:
@@ -144,9 +139,10 @@ class PredictMaster:
             process.since += away  # no process is to blame for a time in which this one slept
         self._server.watch(now)
         for process in self._processes:
-            self._watch(process, now)
+            if process.watch(now):  # no fork server reports it
+                self._lose(process, None, None)
         for replica in self._replicas:
-            self._watch_progress(replica, now)
+            self._pace.end_hung(replica, now)
         self._start_missing(now)
         for replica in self._replicas:
             self._hand_out(replica, now)
@@ -302,27 +298,6 @@ class PredictMaster:
 
     # ---- processes that are lost
 
-    def _watch(self, process: PredictProcess, now: float) -> None:
-        if process.system.ended:
-            process.ended_at = process.ended_at or now
-            if now - process.ended_at > REPORT_S:  # no fork server reports it
-                self._lose(process, None, None)
-        elif not process.killed:
-            how = process.lease.turn(now)
-            if now - process.closed_at > FLOOR_S:
-                how = "it hung up"
-            if how:
-                process.kill(how)
-
-    def _watch_progress(self, replica: PredictReplica, now: float) -> None:
-        process = replica.slowest()
-        if process is None or process.system.ended:
-            return
-        limit_s = self._pace.limit_s(process, replica.batch_of(process))
-        if now - replica.since > limit_s:
-            process.kill(f"it got nothing done for {readable_seconds(limit_s)}")
-            process.hung = True
-
     def _exited(self, report: m.Exited) -> None:
         """The fork server reports that a process has ended, or could not be started."""
         number = report.number
@@ -332,7 +307,7 @@ class PredictMaster:
         elif process is None and number in self._starting:
             if report.pid:
                 del self._starting[number]
-                self._blame(number, START, report.code, report.place)
+                self._losses.add(self._replica(number), number, START, report.code, report.place)
             elif self._processes and self._confirmed:  # asked again in a while
                 self._say(f"worker {number} cannot be started: {report.error}; others continue")
             else:
@@ -352,8 +327,8 @@ class PredictMaster:
         process.system.close()
         if process.to_blame:
             self._restart(replica, f"worker {process.number} of its replica was lost")
-            killed, hung = process.killed, process.hung
-            self._blame(process.number, at, code, place, killed=killed, hung=hung)
+            given = replica, process.number, at, code, place
+            self._losses.add(*given, killed=process.killed, hung=process.hung)
 
     def _restart(self, replica: PredictReplica, why: str) -> None:
         """Have all processes of a replica start again; its batches are left again."""
@@ -362,37 +337,6 @@ class PredictMaster:
         replica.restarts += 1
         for process in replica.processes.values():
             process.kill(why, to_blame=False)
-
-    def _blame(
-        self,
-        number: int,
-        at: int,
-        code: int | None,
-        place: m.Whereabouts | None,
-        *,
-        killed: str = "",
-        hung: bool = False,
-    ) -> None:
-        """A worker was lost: give up if that has happened too often there.
-
-        Raises:
-            WorkerError: it has.
-        """
-        self._lost += 1
-        itself = not killed and code is not None and code != -signal.SIGKILL
-        how = killed or (_how(code) if code is not None else "it has ended")
-        often = self._batches.lost(at, how, place, own=itself or bool(killed), dies=itself or hung)
-        where = "before it had a batch" if at == START else f"at batch {at}"
-        again = "another takes its place"
-        if self._job.mesh.ranks > 1:
-            numbers = self._replica(number).numbers
-            again = f"workers {numbers[0]} to {numbers[-1]}, one replica, start again"
-        self._say(f"worker {number} was lost {where}: {how}; {again}")
-        if often:
-            log = self._folder.path / "logs" / f"worker-{number}.log"
-            reading = self._batches.deadly.said(place)
-            text = f"{self._batches.said(at)}: {how}{reading}.\n  full log: {log}"
-            raise WorkerError(text)
 
     def _release(self) -> None:
         """Have the workers end by themselves."""
@@ -404,7 +348,3 @@ class PredictMaster:
                 return
             for _ in self._hub.receive(TICK_S):
                 pass
-
-
-def _how(code: int) -> str:
-    return f"it was killed by {signal_name(code)}" if code < 0 else f"it ended with code {code}"

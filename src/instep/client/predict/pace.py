@@ -1,6 +1,6 @@
 """How fast batches are predicted: for lines of progress, and for how long one may take.
 
-Pure: the master of predictions (`predict_master.py`) says what happened, and when.
+The master of predictions (`master.py`) says what happened, and when.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from instep.client.predict.batches import PredictBatches
 from instep.client.predict.replicas import PredictProcess, PredictReplica
 from instep.comm.protocol.messages import COMPILING, READING
 from instep.system.limits import STEPS, UNKNOWN_S
+from instep.units import readable_seconds
 
 FIRST_S = 600.0
 """How long a worker may take to predict the first batch of all, and to compile."""
@@ -52,6 +53,16 @@ class Pace:
         if process.at[0] == COMPILING:
             usual = max(usual, FIRST_S)
         return float(usual * 2 ** self._batches.times(at))
+
+    def end_hung(self, replica: PredictReplica, now: float) -> None:
+        """End the process that a replica has waited for too long."""
+        process = replica.slowest()
+        if process is None or process.system.ended:
+            return
+        limit_s = self.limit_s(process, replica.batch_of(process))
+        if now - replica.since > limit_s:
+            process.kill(f"it got nothing done for {readable_seconds(limit_s)}")
+            process.hung = True
 
     def line(self, now: float) -> str:
         """A line of progress, now and then; else an empty text."""

@@ -2,7 +2,7 @@
 
 The processes of a replica share its model and compute a turn together: each the batch at its
 place. So it works only while all of them are there, and if one is lost, all start again. What the
-master does about that is in `predict_master.py`.
+master does about that is in `master.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import READING
 from instep.job.mesh import MeshSpec
 from instep.system.lease import Lease
+from instep.system.limits import FLOOR_S
 from instep.system.processes import Watched
+
+REPORT_S = 0.5
+"""How long the fork server may take to report the end of a worker."""
 
 
 @dataclass(eq=False)
@@ -47,6 +51,19 @@ class PredictProcess:
     """When its connection closed."""
     ended_at: float | None = None
     """When it was seen to have ended."""
+
+    def watch(self, now: float) -> bool:
+        """End it if it is silent; returns whether it has ended, and nobody reports that."""
+        if self.system.ended:
+            self.ended_at = self.ended_at or now
+            return now - self.ended_at > REPORT_S
+        if not self.killed:
+            how = self.lease.turn(now)
+            if now - self.closed_at > FLOOR_S:
+                how = "it hung up"
+            if how:
+                self.kill(how)
+        return False
 
     def kill(self, why: str, *, to_blame: bool = True) -> None:
         """End it by SIGKILL."""
