@@ -11,14 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from instep.job.sync.tables import STRATEGY_ROWS
 from instep.plan import steps
 from instep.plan.intervals import is_seen, width
 from instep.plan.machine import ACKNOWLEDGED, BURST_S, HostLink, Machines
 from instep.plan.measured import CrewFigures, JobFigures, ProbedMachine
 from instep.plan.memory import worker_bytes
 from instep.plan.steps import BucketExchange, FullBucket, StepParts, WorkerPass
-from instep.plan.traffic import CODED, RING, rescaled, sent_by_server
+from instep.plan.traffic import CODED, EXCHANGES, RING, rescaled, sent_by_server
 from instep.plan.ways import TrainingWay
 
 
@@ -40,7 +39,7 @@ class Measurements(NamedTuple):
 
     def crew(self, way: TrainingWay, workers: int) -> CrewFigures | None:
         """The crew of a strategy with so many workers, or with the nearest number above 1."""
-        exchange = _EXCHANGES.get(way.strategy, way.strategy)
+        exchange = EXCHANGES.get(way.strategy, way.strategy)
         alike = [
             each
             for each in self.crews
@@ -69,14 +68,6 @@ class Measurements(NamedTuple):
             if not (each.failed or each.mesh) and each.codec == "none" and each.strategy in RING
         ]
         return min(plain, key=lambda each: abs(math.log(each.workers / beside)), default=None)
-
-
-_EXCHANGES = {
-    name: "server_sync" if row.leased else "all_reduce"
-    for name, row in STRATEGY_ROWS.items()
-    if row.leased or row.rounds is not None
-}
-"""Strategies whose crews show how another one exchanges."""
 
 
 class Priced(NamedTuple):

@@ -16,6 +16,13 @@ from instep.job.sync.tables import STRATEGY_ROWS
 RING = frozenset(name for name, row in STRATEGY_ROWS.items() if not row.served)
 """Strategies in which all workers sum together."""
 
+EXCHANGES = {
+    name: "server_sync" if row.leased else "all_reduce"
+    for name, row in STRATEGY_ROWS.items()
+    if row.leased or row.rounds is not None
+}
+"""Strategies that exchange as another one does, whose crews show how."""
+
 CODED = {
     "none": 1.0,
     "bfloat16": 0.5,

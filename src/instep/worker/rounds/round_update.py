@@ -18,7 +18,15 @@ from instep.engine.update import OF_UPDATE, Update, options_of
 from instep.errors import RecipeError
 from instep.job.spec import JobSpec
 from instep.recipe.build import set_generators
+from instep.sync.rounds.averaging import Averaging
+from instep.sync.rounds.streaming import Streaming
 from instep.worker.rounds.local_states import OPTIMIZER, LocalStates
+
+
+def averaging(strategy: object) -> Averaging | Streaming:
+    """The strategy of a run with rounds."""
+    assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
+    return strategy
 
 
 class RoundUpdate(Update):

@@ -32,7 +32,6 @@ from instep.privacy.secure.clipped import ClippedMean, Gift
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward
-from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.streaming import Streaming
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute, Results
@@ -48,15 +47,8 @@ from instep.worker.rounds.local_states import (
     ParticipantPart,
 )
 from instep.worker.rounds.participant import Participant, Way, local_steps_of, refuse_buffers
-from instep.worker.rounds.round_update import RoundUpdate
+from instep.worker.rounds.round_update import RoundUpdate, averaging
 from instep.worker.rounds.summing import VOID, clipped_mean
-
-
-def averaging(engine: Engine) -> Averaging | Streaming:
-    """The strategy of a run with rounds."""
-    strategy: object = engine.turn.strategy
-    assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
-    return strategy
 
 
 def equip(
@@ -68,7 +60,7 @@ def equip(
     Returns:
         Who sums what they give, where each is clipped.
     """
-    strategy = averaging(engine)
+    strategy = averaging(engine.turn.strategy)
     update.mu, strategy.start_after = strategy.pull, job.start_after
     parts: dict[str, ParticipantPart] = {}
     if job.keeps_optimizers:
@@ -108,7 +100,7 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
         if moved is not None:
             engine.passes.gradient(slot, moved)
     if way.predicted is not None:
-        averaging(engine).predicts(way.predicted)
+        averaging(engine.turn.strategy).predicts(way.predicted)
     engine.passes.end(part, way.size / whole)
     return {part.number: Weighed(way.total, way.weight)}
 
@@ -218,7 +210,7 @@ class Rounds(Compute):
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
         missing = [part for part in share.passes if part.samples not in self._there]
-        averaging(engine).recall([self._numbers[part.number] for part in missing])
+        averaging(engine.turn.strategy).recall([self._numbers[part.number] for part in missing])
         for part in share.passes:
             if part.samples in self._there:
                 way = self._ways[part.number]
