@@ -32,7 +32,33 @@ def over(model: str, other: str) -> Ask:
     return ask
 
 
+def of_faults(result: Any) -> Answer:
+    each = case(result, what="planted")
+    seconds = f"of {each['faults']}, each in {each['longest_s']:g} s at most"
+    return found(float(len(each["missed"])), "", 0, seconds)
+
+
+def of_right_code(result: Any) -> Answer:
+    each = case(result, what="right")
+    return found(float(len(each["failed"])), "", 0, f"of {each['steps']} attacks")
+
+
+def of_bounds(result: Any) -> Answer:
+    shares = [share for each in case(result, what="bounds")["each"] for share in each["of_truth"]]
+    return found(min(shares), "", 2, f"{span(shares)} in {len(shares)} attacks")
+
+
 QUESTIONS = (
+    Question("planted faults that the auditor misses", "private", "auditor", of_faults, most=0),
+    Question("right steps that it finds wrong", "private", "auditor", of_right_code, most=0),
+    Question(
+        "its lower bound at epsilon 1, 2 and 4, the least",
+        "private",
+        "auditor",
+        of_bounds,
+        beside="the true epsilon",
+        least=0.8,
+    ),
     Question("masks added to numbers, on one core", "private", "privacy", masks, least=2),
     Question(
         "bytes of a masked round over those of an open one",
