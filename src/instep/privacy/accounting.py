@@ -19,11 +19,12 @@ from instep.errors import SpecError
 _INTERVAL = 1e-4
 """Into which losses are rounded, where one release is Gaussian, or sampled by Poisson."""
 
-_INTERVALS = (0.02, 0.01, 0.005, 0.0025)
-"""Those for an epoch of allocation: halved until the bounds are near, as it takes long."""
+_COARSEST, _FINEST = 0.04, 0.0025
+"""Those for an epoch of allocation. The gap of the bounds is proportional to it, and time to its
+inverse square: a coarse one tells which is fine enough."""
 
-_GAP = 0.05
-"""How far apart they may be, relative to the upper one."""
+_GAP, _AIM = 0.05, 0.9
+"""How far apart they may be, relative to the upper one; and how much of that is aimed at."""
 
 _CLOSE = 1e-3
 """Relative distance of the noise that `noise_for` finds from the least that would do."""
@@ -83,15 +84,17 @@ def bounds(plan: SampledSteps, noise: float, delta: float) -> Bounds:
 def _of_allocation(plan: SampledSteps, noise: float, delta: float) -> Bounds:
     # whatever is known of the steps, a sample is in one of each epoch
     upper, lower = _epsilon(_gaussian(noise, 1.0, True), plan.epochs, delta), 0.0
-    for interval in _INTERVALS:
+    interval = _COARSEST
+    while True:
         above, below = (
             _epsilon(_allocation(noise, plan.in_epoch, pessimistic, interval), plan.epochs, delta)
             for pessimistic in (True, False)
         )
         upper, lower = min(upper, above), max(lower, below)
-        if upper - lower <= _GAP * upper:
-            break
-    return Bounds(upper, lower)
+        if upper - lower <= _GAP * upper or interval <= _FINEST:
+            return Bounds(upper, lower)
+        wanted = interval * _AIM * _GAP * (above + below) / (2 * max(above - below, 1e-9))
+        interval = max(_FINEST, min(wanted, interval / 2))
 
 
 def noise_for(plan: SampledSteps, epsilon: float, delta: float) -> float:

@@ -99,6 +99,14 @@ MODELS = {
         lambda: Body(nn.Conv1d(3, 8, 3, padding="same", dilation=2), channels_last),
         numbers(3, 9),
     ),
+    "one axis": (
+        lambda: Body(nn.Conv1d(4, 8, 3, stride=2, padding=3, dilation=2, groups=2), channels_last),
+        numbers(4, 9),
+    ),
+    "each channel by itself": (
+        lambda: Body(nn.Conv2d(4, 8, (3, 1), padding=(1, 0), groups=4), channels_last),
+        numbers(4, 5, 5),
+    ),
     "grouped": (lambda: Body(nn.Conv2d(4, 8, 3, **GROUPED), channels_last), numbers(4, 9, 9)),
     "transposed": (
         lambda: Body(nn.ConvTranspose1d(3, 8, 3, padding=1), channels_last),
@@ -135,3 +143,14 @@ def test_a_layer_that_is_used_otherwise_is_clipped_by_its_samples(name):
     assert all(each.any() for each in expected)
     far = [(s * grid.unit - e).abs().max() for s, e in zip(sums, expected, strict=True)]
     assert max(far) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["one axis", "each channel by itself", "grouped"])
+def test_what_a_convolution_reads_is_enough(name):
+    torch.manual_seed(5)
+    make, inputs = MODELS[name]
+    model, batch = make(), [inputs(), torch.randint(3, (SAMPLES,))]
+    per_sample, *_ = summed(model, batch)
+    (taps,) = per_sample._taps.values()
+    assert {type(each.layer) for each in taps.tapped} == {type(model.layer), nn.Linear}
+    assert len(taps.covered) == len(list(model.parameters()))

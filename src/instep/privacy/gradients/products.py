@@ -150,12 +150,12 @@ class ConvolutionGradients:
     """Gradients of the weight of a convolution: products over all its places.
 
     Args:
-        layer: of one group.
-        read: [samples, channels, height, width], what the layer read.
+        layer: of one axis or two.
+        read: [samples, channels, *axes], what the layer read.
         sent: [samples, outputs, places], what was sent back to it.
     """
 
-    def __init__(self, layer: nn.Conv2d, read: Tensor, sent: Tensor) -> None:
+    def __init__(self, layer: nn.Conv1d | nn.Conv2d, read: Tensor, sent: Tensor) -> None:
         self._layer, self._read, self._sent = layer, read, sent
         self.size = layer.weight.numel()
         self._made: WholeGradients | None = None
@@ -174,11 +174,15 @@ class ConvolutionGradients:
         (self._made or WholeGradients(self.whole())).add_into(total, factors)
 
     def whole(self) -> Tensor:
-        """Multiplied, [samples, outputs, inputs of a place]."""
-        of = self._layer
-        pads: Any = of.padding
-        places = nn.functional.unfold(self._read, of.kernel_size, of.dilation, pads, of.stride)
-        return torch.bmm(self._sent, places.transpose(1, 2))
+        """Multiplied, [samples, outputs, inputs of a place and group]."""
+        of, read = self._layer, self._read
+        how: list[Any] = [of.kernel_size, of.dilation, of.padding, of.stride]
+        if read.dim() == 3:  # one axis is the second of two
+            read, how = read.unsqueeze(2), [(0 if at == 2 else 1, *n) for at, n in enumerate(how)]
+        places = nn.functional.unfold(read, *how)
+        some, each = len(read), len(read) * of.groups
+        sent, places = (t.reshape(each, -1, t.shape[2]) for t in (self._sent, places))
+        return torch.bmm(sent, places.transpose(1, 2)).reshape(some, of.out_channels, -1)
 
 
 class EmbeddingGradients:

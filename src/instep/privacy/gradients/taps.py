@@ -35,7 +35,7 @@ class CalledOtherwise(Exception):
 class Tapped(NamedTuple):
     """A layer that is called once for a sample."""
 
-    layer: nn.Linear | nn.Conv2d | nn.Embedding
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Embedding
     weight: int
     """Place among the parameters."""
     bias: int | None
@@ -167,7 +167,7 @@ class Taps:
         """
         for (layer, weight, bias, _), back in zip(self.tapped, sent, strict=True):
             given = read[weight]
-            if isinstance(layer, nn.Conv2d):
+            if isinstance(layer, nn.Conv1d | nn.Conv2d):
                 sent_back = back.flatten(0, 1).flatten(2)
                 yield weight, ConvolutionGradients(layer, given.flatten(0, 1), sent_back)
                 if bias is not None:
@@ -189,12 +189,13 @@ class Taps:
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer does what its class does, and nothing besides, and is worth the trouble."""
-    if type(layer) not in (nn.Linear, nn.Conv2d, nn.Embedding) or "forward" in vars(layer):
+    kinds = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding
+    if type(layer) not in kinds or "forward" in vars(layer):
         return False
-    if isinstance(layer, nn.Conv2d):
-        zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        if layer.groups > 1 or not zeros:
-            return False
+    if isinstance(layer, nn.Conv1d | nn.Conv2d) and (
+        layer.padding_mode != "zeros" or isinstance(layer.padding, str)
+    ):
+        return False
     if isinstance(layer, nn.Embedding) and layer.weight.numel() < LARGE:
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks
@@ -204,7 +205,8 @@ def _is_plain(layer: nn.Module) -> bool:
 
 def _fits(layer: nn.Module, given: Any, output: Any) -> bool:
     """Whether a call is one of a single sample, with one tensor whose first dimension is 1."""
-    dims = {nn.Embedding: range(1, 99), nn.Conv2d: range(4, 5)}.get(type(layer), range(2, 99))
+    of_kinds = {nn.Embedding: range(1, 99), nn.Conv1d: range(3, 4), nn.Conv2d: range(4, 5)}
+    dims = of_kinds.get(type(layer), range(2, 99))
     return (
         len(given) == 1
         and isinstance(given[0], Tensor)
