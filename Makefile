@@ -41,7 +41,7 @@ demo: .venv/ready ## train the first example on two processes, ending with a rep
 unexport PYTHONDONTWRITEBYTECODE
 
 test: setup      ## the suite: each promise, shown once; some ten minutes on two cores
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-tail: setup ## more of what the suite shows: other sizes, seeds and moments, and whole runs
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "tail and not slow and not timed and not long and not parity and not cuda"

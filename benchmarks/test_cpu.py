@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def used(command: list[str], folder: Path) -> Used:
     return Used(cpu_s, time.monotonic() - began, code)
 
 
+def options_of(checkout: Path) -> list[str]:
+    """Return the options of pytest in `make test` of a checkout."""
+    target = re.search(r"^test:.*\n.* -m pytest (.*)$", (checkout / "Makefile").read_text(), re.M)
+    assert target, f"{checkout}/Makefile has no target `test` that starts pytest"
+    return target[1].split()
+
+
 def main() -> int:
     """Measure both in turns, print each, and the ratio of their medians."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -62,7 +70,7 @@ def main() -> int:
     found: list[list[float]] = [[], []]
     for turn in range(1, given.turns + 1):
         for place, checkout in enumerate(path.resolve() for path in given.checkouts):
-            words = ["-m", "pytest", "-n", "3", "--dist", "loadfile", *given.tests]
+            words = ["-m", "pytest", *options_of(checkout), *given.tests]
             took = used([str(checkout / ".venv/bin/python"), *words], checkout)
             found[place].append(took.cpu_s)
             said = f"{took.cpu_s:.0f} s of CPU, {took.wall_s:.0f} s, exit code {took.code}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lazily import Lazy
+from lazily import Lazy, needs
 
 KEPT = {(1, "a", "x"), (2, "b", "y"), (3, "a", "x")}
 """Each value of each axis, on the diagonal."""
@@ -16,6 +16,11 @@ def test_of_a_grid_all_but_the_diagonal_is_in_the_tail(
 ) -> None:
     left = request.node.get_closest_marker("tail") is not None
     assert left == ((number, letter, other) not in KEPT)
+
+
+def test_a_test_is_skipped_where_the_package_that_it_needs_is_not_there() -> None:
+    assert needs("there_is_no_such_package").args == (True,)
+    assert needs("torch").args == (False,)
 
 
 def test_a_lazy_package_is_not_imported_for_what_pytest_asks_of_all_that_it_collects() -> None:

@@ -1,5 +1,6 @@
 """Every format of raw files gives the same records at any cut, and refuses what it cannot read."""
 
+import functools
 import io
 import re
 import tarfile
@@ -12,16 +13,20 @@ import pytest
 from instep.data.raw import FORMATS, Piece, opened
 from instep.errors import DataError
 
-TABLE = pa.table({"a": range(60), "b": [f"{i}\n" for i in range(60)]})
+
+@functools.cache
+def table():
+    """Made where it is needed: pyarrow imports pandas to look at what a list has."""
+    return pa.table({"a": range(60), "b": [f"{i}\n" for i in range(60)]})
 
 
 def parquet(path):
-    pa.parquet.write_table(TABLE, path, row_group_size=7)
+    pa.parquet.write_table(table(), path, row_group_size=7)
 
 
 def arrow(path):
-    with pa.ipc.new_file(str(path), TABLE.schema) as writer:
-        writer.write_table(TABLE, 7)
+    with pa.ipc.new_file(str(path), table().schema) as writer:
+        writer.write_table(table(), 7)
 
 
 def tar(path):

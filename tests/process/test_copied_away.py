@@ -14,10 +14,10 @@ from started import RECIPES, Start, kill, pid_of
 
 import instep
 from instep.store.run_folder import RunFolder
+from lazily import needs
 from loopback_store import Store, installed
 
-pytestmark = pytest.mark.process
-pytest.importorskip("aiohttp")
+pytestmark = [pytest.mark.process, needs("aiohttp")]
 
 STEPS = 30 * 7
 """Many: the machine is lost long before they are done, however slowly copies are made."""

@@ -17,7 +17,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
-from sklearn.model_selection import StratifiedKFold, train_test_split
 from started import RECIPES
 
 import instep
@@ -25,6 +24,9 @@ from instep.cli import main
 from instep.data.samples.contents import content_of
 from instep.events import CONTENTS, read_records
 from instep.store.run_folder import RunFolder
+from lazily import Lazy
+
+truth_of = Lazy("sklearn.model_selection")
 
 pytestmark = pytest.mark.process
 
@@ -162,7 +164,7 @@ def contents(columns: dict[str, Any]) -> list[int]:
 def check_sides(case: Case, columns: dict[str, Any], trained: np.ndarray[Any, Any]) -> None:
     """Held against the law of the split, or what scikit-learn does."""
     held = ~trained
-    share = len(train_test_split(range(SAMPLES), test_size=0.2)[1])
+    share = len(truth_of.train_test_split(range(SAMPLES), test_size=0.2)[1])
     labels, folds = columns["labels"], case["sides"] == "folds"
     match case["split"]:
         case "":
@@ -175,7 +177,7 @@ def check_sides(case: Case, columns: dict[str, Any], trained: np.ndarray[Any, An
         case "stratified":
             counts = np.bincount(labels[held], minlength=3)
             if folds:
-                truth = list(StratifiedKFold(FOLDS).split(labels, labels))[1][1]
+                truth = list(truth_of.StratifiedKFold(FOLDS).split(labels, labels))[1][1]
                 assert counts.tolist() == np.bincount(labels[truth], minlength=3).tolist()
             else:
                 assert held.sum() == share

@@ -8,10 +8,11 @@ import time
 import psutil
 import pytest
 
-manager = pytest.importorskip("jupyter_client.manager")
-pytest.importorskip("ipykernel")
+from lazily import Lazy, needs
 
-pytestmark = pytest.mark.process
+manager = Lazy("jupyter_client.manager")
+
+pytestmark = [pytest.mark.process, needs("jupyter_client"), needs("ipykernel")]
 
 RECIPE = """
 import time, torch, instep

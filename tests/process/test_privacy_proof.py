@@ -18,9 +18,9 @@ from instep.privacy.released import FILE, RELEASE, Releases
 from instep.report.figures.proof import prove_private
 from instep.store.folder import id_of
 from instep.store.run_folder import RunFolder
+from lazily import needs
 
-pytestmark = pytest.mark.process
-pytest.importorskip("dp_accounting")
+pytestmark = [pytest.mark.process, needs("dp_accounting")]
 
 
 @pytest.fixture(scope="module")

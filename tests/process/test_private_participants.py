@@ -28,9 +28,9 @@ from instep.privacy.noise import rounded_gaussian
 from instep.privacy.sampling import Allocation
 from instep.report.figures.proof import prove_private
 from instep.store.run_folder import RunFolder
+from lazily import needs
 
-pytestmark = pytest.mark.process
-pytest.importorskip("dp_accounting")
+pytestmark = [pytest.mark.process, needs("dp_accounting")]
 
 PARTICIPANTS, TAKING, LOCAL_STEPS, ROUNDS, BATCH = 6, 2, 3, 7, 5
 CLIP, NOISE, SECRET = 0.4, 1.5, bytes(range(32))

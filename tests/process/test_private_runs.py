@@ -19,9 +19,9 @@ from instep.errors import SpecError
 from instep.events import LEDGER, STEPS, read_records
 from instep.job import file as spec_file
 from instep.privacy import secret_files
+from lazily import needs
 
-pytestmark = pytest.mark.process
-pytest.importorskip("dp_accounting")
+pytestmark = [pytest.mark.process, needs("dp_accounting")]
 
 PLANTED = struct.pack("<f", 1234.56789)
 STEPS_OF_A_RUN, MANY_STEPS = 12, 2000

@@ -17,9 +17,9 @@ from instep.detached import pid_of
 from instep.pool.pool_file import PoolFolder
 from instep.search.begin import found_in
 from instep.store.run_folder import RunFolder
+from lazily import needs
 
-pytest.importorskip("optuna")
-pytestmark = [pytest.mark.process, pytest.mark.tail]
+pytestmark = [pytest.mark.process, pytest.mark.tail, needs("optuna")]
 
 JOB = f"""
 name = "net"

@@ -10,9 +10,9 @@ from started import RECIPES, Start
 from instep.detached import pid_of
 from instep.search.record import SearchRecord
 from instep.store.run_folder import RunFolder
+from lazily import needs
 
-pytest.importorskip("optuna")
-pytestmark = [pytest.mark.process, pytest.mark.tail]
+pytestmark = [pytest.mark.process, pytest.mark.tail, needs("optuna")]
 
 JOB = f"""
 name = "net"

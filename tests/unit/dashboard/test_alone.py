@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lazily import needs
 from made_up_runs import make_run
 from made_up_searches import make_pool, make_search
 
-pytest.importorskip("playwright.sync_api")
-pytest.importorskip("starlette")
-pytestmark = [pytest.mark.slow, pytest.mark.process]
+pytestmark = [needs("playwright"), needs("starlette"), pytest.mark.slow, pytest.mark.process]
 
 ALONE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 PAGES = {

@@ -12,12 +12,16 @@ from instep.events import read_events
 from instep.report.figures.summary import summarise
 from instep.report.page.page import write_report
 from instep.store.run_folder import RunFolder
+from lazily import needs
 from made_up_runs import BEGIN_S, make_run, write_events
 from made_up_searches import make_pool, make_search
 
-pytest.importorskip("playwright.sync_api")
-pytest.importorskip("starlette")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [
+    needs("playwright"),
+    needs("starlette"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 ATTACK = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
 
 

@@ -18,13 +18,17 @@ import numpy as np
 import pytest
 
 from instep.dashboard.serve import beside
+from lazily import needs
 from made_up_runs import make_run
 from made_up_searches import make_pool, make_search
 
 images = pytest.importorskip("PIL.Image")
-pytest.importorskip("playwright.sync_api")
-pytest.importorskip("starlette")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [
+    needs("playwright"),
+    needs("starlette"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 
 PICTURES = Path(__file__).parent / "pictures"
 BOXES = PICTURES / "boxes.json"

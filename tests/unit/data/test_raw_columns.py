@@ -1,5 +1,7 @@
 """Parquet and Arrow: rows are those that pyarrow reads whole, at any cut."""
 
+import functools
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather
@@ -11,19 +13,23 @@ from instep.errors import DataError
 
 ROWS = 5000
 
-TABLE = pa.table(
-    {
-        "number": pa.array([None if i % 7 == 0 else i for i in range(ROWS)]),
-        "text": [f"text {i}" * (i % 5) for i in range(ROWS)],
-        "kind": pa.array([f"kind {i % 3}" for i in range(ROWS)]).dictionary_encode(),
-        "nested": [[{"a": i, "b": ["x"] * (i % 3)}] * (i % 4) for i in range(ROWS)],
-    }
-)
+
+@functools.cache
+def whole():
+    """Made where it is needed: pyarrow imports pandas to look at what a list has."""
+    return pa.table(
+        {
+            "number": pa.array([None if i % 7 == 0 else i for i in range(ROWS)]),
+            "text": [f"text {i}" * (i % 5) for i in range(ROWS)],
+            "kind": pa.array([f"kind {i % 3}" for i in range(ROWS)]).dictionary_encode(),
+            "nested": [[{"a": i, "b": ["x"] * (i % 3)}] * (i % 4) for i in range(ROWS)],
+        }
+    )
 
 
 def write(path, kind):
     """The table, in 10 groups of rows; as an unmarked stream without a column of dictionaries."""
-    table = TABLE.drop_columns("kind") if kind == "stream" else TABLE
+    table = whole().drop_columns("kind") if kind == "stream" else whole()
     if kind == "parquet":
         pa.parquet.write_table(table, path, row_group_size=ROWS // 10)
     elif kind == "feather":

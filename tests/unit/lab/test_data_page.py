@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from PIL import Image
-from scipy.stats import entropy
 
 from instep.cli import main
 from instep.data.order import Order, key
@@ -19,6 +18,9 @@ from instep.data.shards.manifest import Manifest, Shard, Source, write_manifest
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.writer import ShardWriter
 from instep.report.figures import shard_lengths
+from lazily import Lazy
+
+stats = Lazy("scipy.stats")
 
 KINDS = ["<b>", "a & b", "c"]
 
@@ -228,7 +230,7 @@ def test_a_job_is_drawn_by_side_with_the_labels_of_each_participant(folder, tmp_
         for kind, count in zip(KINDS, counts, strict=True):
             width = page.bars[f"participant {number}: {kind} {count}"]
             assert width == pytest.approx(100 * count / 150, abs=1e-3)
-        assert f"150 (33.3%), {entropy(counts, whole):.3f} nats" in page.text
+        assert f"150 (33.3%), {stats.entropy(counts, whole):.3f} nats" in page.text
     assert "Shards" in page.text
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
@@ -16,6 +15,9 @@ from instep.parallel.pipeline import Pipeline
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard
+from lazily import Lazy
+
+mem_tracker = Lazy("torch.distributed._tools.mem_tracker")
 
 WIDTH = 128
 
@@ -35,7 +37,7 @@ def peak_bytes(group: ReplicaGroup, model: nn.Module, samples: int, zero: Any = 
     mine = sharded.slots.of(model.parameters())
     optimizer: Any = torch.optim.AdamW(mine)
     x = torch.randn(samples, WIDTH)
-    tracker = MemTracker()
+    tracker = mem_tracker.MemTracker()
     tracker.track_external(model, optimizer, *mine)
     for _ in range(2):
         tracker.reset_mod_stats()
@@ -82,12 +84,15 @@ def test_memory_is_as_promised_and_checkpointing_saves_activations(
     start_processes(measure, (ranks, tmp_path), nprocs=ranks, start_method="forkserver")
 
 
-class Everything(MemTracker):
-    """Not by module, since it follows a module through one call only."""
+def track_everything() -> Any:
+    """Not by module, since a tracker follows a module through one call only."""
 
-    def _pre_fw_hook(self, *_: Any) -> None: ...
+    class Everything(mem_tracker.MemTracker):  # type: ignore[misc, name-defined]
+        def _pre_fw_hook(self, *_: Any) -> None: ...
 
-    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+        _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+
+    return Everything()
 
 
 PARTS = 4
@@ -109,7 +114,7 @@ def activations(rank: int, blocks: int, samples: int, again: bool) -> float:
     if again:
         checkpoint_blocks(model)
     optimizer: Any = torch.optim.AdamW(model.parameters())
-    tracker = Everything()
+    tracker = track_everything()
     tracker.track_external(model, optimizer)
     for step in range(2):
         tracker.reset_mod_stats()

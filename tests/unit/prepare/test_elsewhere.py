@@ -18,8 +18,9 @@ from test_prepare import ask, made
 from instep.data.shards.urls import download, elsewhere, in_use, remote
 from instep.errors import DataError, InstepError, RunError, SpecError
 from instep.prepare.prepare import prepare
+from lazily import needs
 
-pytest.importorskip("aiohttp")
+pytestmark = needs("aiohttp")
 
 ROWS = [{"x": number, "text": f"word {number}"} for number in range(300)]
 NAMES = ["a.jsonl", "b.csv", "c.parquet"]

@@ -10,9 +10,10 @@ import pytest
 from instep.errors import SpecError
 from instep.privacy import accounting
 from instep.privacy.accounting import SampledSteps, bounds, noise_for, steps_within
+from lazily import Lazy, needs
 
-dp = pytest.importorskip("dp_accounting")
-pytest.importorskip("PLD_accounting")
+dp = Lazy("dp_accounting")
+pytestmark = [needs("dp_accounting"), needs("PLD_accounting")]
 
 
 def test_poisson_is_what_dp_accounting_says():

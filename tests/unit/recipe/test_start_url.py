@@ -20,9 +20,10 @@ from instep.job.spec import JobSpec
 from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
 from instep.state.files.sharded import files_of
+from lazily import needs
 from loopback_store import LeapingClock, LoopbackFiles, Store, installed
 
-pytest.importorskip("aiohttp")
+pytestmark = needs("aiohttp")
 
 
 @pytest.fixture

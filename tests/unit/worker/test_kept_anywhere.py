@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
@@ -38,6 +37,9 @@ from instep.recipe.tuning import NOTHING
 from instep.usercode.counts import Counts, unchanged
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.reads import try_recipe
+from lazily import Lazy
+
+preprocessing = Lazy("sklearn.preprocessing")
 
 LATE = 1000
 PARTS = pytest.mark.parametrize("parts", [1, 4])
@@ -463,7 +465,7 @@ def test_a_private_number_on_a_model_of_torch_is_seen():
 
 @PARTS
 def test_what_an_estimator_of_a_library_learns_is_seen_and_put_back(parts):
-    scaler = StandardScaler()
+    scaler = preprocessing.StandardScaler()
 
     def compute_loss(model, batch):
         outputs = model(batch[0])

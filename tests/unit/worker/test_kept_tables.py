@@ -1,12 +1,13 @@
 """What a loss keeps in a table or a sparse matrix of a library is seen, and put back."""
 
 import numpy as np
-import pandas
 import pytest
 import torch
-from scipy import sparse
 
 from instep.usercode.counts import Counts
+from lazily import Lazy
+
+pandas, sparse = Lazy("pandas"), Lazy("scipy.sparse")
 
 
 def frame():

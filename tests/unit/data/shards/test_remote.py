@@ -28,9 +28,9 @@ from instep.errors import DataError, RunError, SpecError
 from instep.job.file import absolute, build
 from instep.plain_file import crc32_of
 from instep.worker.reading.dataset_check import _absolute
+from lazily import needs
 
-pytest.importorskip("aiohttp")
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, needs("aiohttp")]
 
 SAMPLES = 400
 
