@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,7 @@ def of_bounds() -> list[dict[str, Any]]:
         shares, seconds, claim = [], [], Bounds(truth, truth)
         for _ in range(AGAIN):
             step = CanaryStep(GUESSES, 1, "allocation", noise_of(truth), 1.0, os.urandom(32))
-            found, took_s = timed(
-                lambda s=step, c=claim: attack(s, 1, 1, c, DELTA, 0.99, runs=RUNS)
-            )
+            found, took_s = timed(partial(attack, step, 1, 1, claim, DELTA, 0.99, runs=RUNS))
             shares.append(round(found.proved_of_gaussian / truth, 4))
             seconds.append(round(took_s, 1))
         answer.append({"epsilon": truth, "of_truth": sorted(shares), "longest_s": max(seconds)})
