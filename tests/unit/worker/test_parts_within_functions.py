@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from instep.data.batches import Batches
 from instep.data.loader import Loader
+from instep.errors import RecipeError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
 from instep.parallel.copies import copied
@@ -82,15 +83,15 @@ def test_a_function_that_a_model_keeps_computes_with_the_parameters_of_the_copy(
 
 
 class Freezes:
-    """A scheduler that freezes a layer at its fifth step."""
+    """A scheduler that freezes a layer at its fifth step, or has it trained from then on."""
 
-    def __init__(self, model):
-        self.model, self.count = model, 0
+    def __init__(self, model, trained=False):
+        self.model, self.trained, self.count = model, trained, 0
 
     def step(self):
         self.count += 1
         if self.count == 5:
-            self.model[0].requires_grad_(False)
+            self.model[0].requires_grad_(self.trained)
 
     def state_dict(self):
         return {"count": self.count}
@@ -104,6 +105,15 @@ def test_a_scheduler_may_need_the_model_in_a_later_step():
     given = {"loss": nn.MSELoss(), "scheduler": lambda _: Freezes(model)}
     assert verdict(model, **given) == "yes"
     assert model[0].weight.requires_grad
+
+
+def test_a_scheduler_that_unfreezes_a_layer_is_refused_before_the_first_step():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    given = {"loss": nn.MSELoss(), "scheduler": lambda _: Freezes(model, trained=True)}
+    with pytest.raises(RecipeError, match=r"the parameter '0.weight' need a gradient in a later"):
+        verdict(model, **given)
+    assert not model[0].weight.requires_grad
 
 
 def test_a_scheduler_that_fails_in_a_later_step_is_not_said_to_fail_in_loading():

@@ -51,8 +51,8 @@ def try_optimizer(maker: Maker, trial: Trial, *, served: bool) -> Trial:
         served: whether servers have the optimizer.
 
     Raises:
-        RecipeError: the optimizer cannot take a step as instep takes it, or keeps what can be put
-            into no checkpoint, or on no server.
+        RecipeError: the optimizer cannot take a step as instep takes it, keeps what can be put
+            into no checkpoint, or on no server, or has frozen parameters need gradients later.
     """
     name = "the optimizer"
     try:
@@ -84,6 +84,7 @@ def try_optimizer(maker: Maker, trial: Trial, *, served: bool) -> Trial:
             return _could_not_step(name, error, trial)
         what = f"cannot load its own state_dict() ({type(error).__name__}: {one_line(error)})"
         return trial._replace(verdict=f"no: the optimizer {name} {what}: {_WHO}")
+    _refuse_unfrozen(first, name)
     if still is None:
         return _lost(trial, name, named)
     if counted:
@@ -120,6 +121,18 @@ def _take_further(
             now = _differing(first, anew)
             still = [each for each in named if each in now]
     return still
+
+
+def _refuse_unfrozen(stand_in: StandIn, name: str) -> None:
+    every = stand_in.model.named_parameters()
+    late = next((n for n, p in every if p.requires_grad and n not in stand_in.parameters), None)
+    if late is not None:
+        raise RecipeError(
+            f"the optimizer {name}, a hook of it or its scheduler has the parameter {late!r} need "
+            "a gradient in a later step, and it does not when training begins: gradients are "
+            "exchanged only of parameters that need one then. To train it later, let it need one "
+            "from the beginning, and detach() what the layer gives until then."
+        )
 
 
 def _could_not_step(name: str, error: Exception, trial: Trial) -> Trial:
