@@ -42,6 +42,8 @@ def cells_of(name: str, rate: str, steps: int, turns: int) -> list[dict[str, Any
         asked = Question(hosts=2, rate=rate, emulated=True, most=2, seconds=120.0)
         table = plan_job(job, asked, quiet).as_table()
         planned = {each["way"]: each["step_s"] for each in table["ways"]}
+        if BASE not in planned:
+            raise SystemExit(f"{name}: {BASE} was not planned: {table['refused']}")
         ways = {way: change for way, change in WAYS.items() if way in planned}
         jobs = alternatives_of(folder / "job.toml", ["workers=2"], ways.values())
         judged = compare(jobs, folder, quiet, repeats=turns, hosts=Hosts(2, rate)).judged

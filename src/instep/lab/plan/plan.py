@@ -198,9 +198,10 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
     found = planned(probed)
     if own_loop:
         return found
-    close = {each.way.key for each in found.ranking.undecided[:2]}
-    unsure = far_apart(probed.visits) | (close if len(close) > 1 else set())
-    again = [each for each in requests if each.way.key in unsure]
+    close, unsure = found.ranking.undecided[:2], far_apart(probed.visits)
+    both = {each.way.key for each in close if len(close) > 1}
+    again = [each for each in requests if each.way.key in both | unsure]
+    again += [each for each in reversed(requests) if each.way.key in both]
     left = question.seconds - probed.machine.seconds
     if again and left >= _LEAST_S:
         probed = visit_again(job, probed, again, left, say)

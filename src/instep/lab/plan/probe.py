@@ -68,15 +68,16 @@ def visit_again(
     seconds: float,
     say: Callable[[str], None],
 ) -> Probed:
-    """Let crews take steps once more, in turns; what they find counts with what was found before.
+    """Let crews take steps again; what they find counts with what was found before.
 
     Args:
         job, seconds, say: as for `probe`.
         probed: what was found.
-        requests: of ways that are too close to tell apart, or whose visits are far apart.
+        requests: in their order; of ways that are too close to tell apart twice, and of those whose
+            visits are far apart.
     """
     begin = time.time()
-    again = visits_of(job, probed, [*requests, *reversed(requests)], seconds, say)
+    again = visits_of(job, probed, requests, seconds, say)
     visits = [*probed.visits, *again]
     return after(probed, begin)._replace(crews=merged(visits), visits=visits)
 
