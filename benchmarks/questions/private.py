@@ -48,7 +48,27 @@ def of_bounds(result: Any) -> Answer:
     return found(min(shares), "", 2, f"{span(shares)} in {len(shares)} attacks")
 
 
+def off(result: Any) -> Answer:
+    each = case(result, sampling="poisson")
+    return found(each["worst"]["off"], "", 4, f"the worst of {each['settings']} settings")
+
+
+def gap(result: Any) -> Answer:
+    each = case(result, sampling="allocation")
+    took = f"median {each['median_cpu_s']:.1f} s and at most {each['worst']['cpu_s']:.1f} s of CPU"
+    return found(each["worst"]["gap"], "", 3, f"the worst of {each['settings']} settings; {took}")
+
+
 QUESTIONS = (
+    Question(
+        "epsilon of Poisson, relative difference",
+        "private",
+        "accounting",
+        off,
+        beside="dp-accounting, used directly",
+        most=0.001,
+    ),
+    Question("gap of the bounds of allocation", "private", "accounting", gap, most=0.05),
     Question("planted faults that the auditor misses", "private", "auditor", of_faults, most=0),
     Question("right steps that it finds wrong", "private", "auditor", of_right_code, most=0),
     Question(
