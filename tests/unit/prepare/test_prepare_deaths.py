@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import shutil
 from collections import Counter
 from contextlib import suppress
@@ -109,7 +110,7 @@ def raw(folder, rows=30):
         (folder / f"{file}.jsonl").write_text("".join(lines))
 
 
-def dies_at_each(tmp_path, options, every, signs, names=CALLS):
+def dies_at_each(tmp_path, options, every, signs):
     """Prepare again and again, dying at another call each time; how often it died.
 
     What is left is whole, and the next command makes what an undisturbed one did.
@@ -123,7 +124,7 @@ def dies_at_each(tmp_path, options, every, signs, names=CALLS):
         for path in [*tmp_path.glob("*.jsonl"), tmp_path / "clean.py"]:
             os.link(path, again / path.name)
         sign = signs[number % len(signs)]
-        if ends(again, options, sign * number, names) == 0:
+        if ends(again, options, sign * number) == 0:
             return deaths
         deaths += 1
         left = passes_for_whole(again)
@@ -155,11 +156,26 @@ def test_whatever_call_a_preparation_dies_at_the_next_one_makes_the_same(
 
 @pytest.mark.slow
 def test_a_thousand_deaths_between_write_and_rename_leave_nothing_that_passes_for_whole(tmp_path):
+    draw, deaths, rows = random.Random(3), 0, 60
+    while deaths < 1000:
+        for name, options in OPTIONS.items():
+            calm, again = tmp_path / f"{rows}-{name}", tmp_path / f"{rows}-{name}-again"
+            for folder in (calm, again):
+                folder.mkdir()
+                raw(folder, rows)
+            assert ends(calm, options) == 0
+            deaths += dies_on_its_way(again, options, draw, of(calm))
+            print(f"{rows} rows, {name}: {deaths} deaths", flush=True)
+        rows += 7
+
+
+def dies_on_its_way(folder, options, draw, wanted):
+    """Give a command that dies at one of its next renames until it ends; how often it died."""
     deaths = 0
-    for number, options in enumerate(OPTIONS.values()):
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        raw(folder, 200)
-        deaths += dies_at_each(folder, options, 1, (1,), RENAMES)
-    print(f"{deaths} deaths")
-    assert deaths >= 1000
+    while code := ends(folder, options, draw.randint(1, 4 + deaths // 10), RENAMES):
+        deaths += 1
+        left = passes_for_whole(folder)
+        assert code == DIED
+        assert left is None or left[1:] == wanted[1:]
+    assert of(folder) == wanted
+    return deaths
