@@ -67,7 +67,8 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     """Threads of each worker; 0: divide the machine's cores evenly."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto`: a GPU for each worker if there are enough, otherwise the CPU."""
+    """Where to compute; `auto`: a GPU for each worker if there are enough and all that is asked for
+    goes there, otherwise the CPU."""
 
     @property
     def passes(self) -> int:

@@ -11,11 +11,12 @@ secret, each finds there what the other has published.
 
 from __future__ import annotations
 
-import os
+import fcntl
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -48,10 +49,11 @@ class Releases:
             SpecError: it has another.
         """
         for path in self._files:
-            if path.exists() and (torn := path.stat().st_size % RELEASE.itemsize):
-                os.truncate(path, path.stat().st_size - torn)
+            if path.exists():
+                with _whole(path):
+                    pass
         known = read_released(self._path.parent).secret
-        if known is None and not self._path.exists():
+        if known is None and not (self._path.exists() and self._path.stat().st_size):
             self.write(0, secret_tag(secret))
         elif known not in (None, secret_tag(secret)):
             raise SpecError(
@@ -68,12 +70,19 @@ class Releases:
         """
         record = np.array([(commit, tag)], RELEASE).tobytes()
         for path in self._files:
-            with open(path, "ab", opener=_private, buffering=0) as file:
-                if file.write(record) != len(record):
-                    raise WorkerError(
-                        f"{path} cannot be written to its end, and a sum that is not recorded is "
-                        "not published. Make room, then resume the run."
-                    )
+            try:
+                with _whole(path) as file:
+                    written = file.write(record)
+            except OSError as error:
+                raise WorkerError(
+                    f"{path} cannot be written ({error.strerror}), and a sum that is not recorded "
+                    "is not published. Mend that, then resume the run."
+                ) from error
+            if written != len(record):
+                raise WorkerError(
+                    f"{path} cannot be written to its end, and a sum that is not recorded is "
+                    "not published. Make room, then resume the run."
+                )
 
 
 def beside_secret(run_id: str) -> Path:
@@ -117,6 +126,28 @@ def contents_by_commit(run: Path, run_id: str = "") -> Mapping[int, int]:
 def secret_tag(secret: bytes) -> bytes:
     """16 bytes by which whoever has a secret knows it again."""
     return tag(derived(secret, "released"), b"the secret of the run")
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """Open a record to append to it, without what was not written to its end: what follows would
+    be read as other records. Other processes of this host wait meanwhile."""
+    with open(path, "ab", opener=_private, buffering=0) as file:
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        _cut(file)
+        try:
+            yield file
+        finally:
+            _cut(file)
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open
+
+
+def _cut(file: IO[bytes]) -> None:
+    size = file.seek(0, 2)
+    if torn := size % RELEASE.itemsize:
+        file.truncate(size - torn)
 
 
 def _private(path: str, flags: int) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from instep.errors import SpecError, raise_first
 from instep.job.spec import JobSpec
 from instep.sync.settings import SETTINGS, Traits
@@ -247,6 +249,12 @@ def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, s
             SETTINGS[name].asked(job, recipe) for name in pair
         ):
             yield pair
+
+
+def on_the_cpu(job: JobSpec) -> bool:
+    """Whether something that a job asks for is computed on no GPU."""
+    with_gpus = replace(job, train=replace(job.train, device="cuda"))
+    return any("cuda" in pair for pair in clashes(with_gpus))
 
 
 def refusals(job: JobSpec, recipe: Traits | None = None) -> Iterator[SpecError]:

@@ -16,7 +16,13 @@ from instep.job.privacy import PrivacySpec
 from instep.job.spec import JobSpec
 from instep.privacy import found, secret_files
 from instep.privacy.figures import privacy_of, privacy_words
-from instep.privacy.released import FILE, Releases, contents_by_commit
+from instep.privacy.released import (
+    FILE,
+    Releases,
+    contents_by_commit,
+    read_released,
+    secret_tag,
+)
 
 ACCOUNTED = {"samples": 96.0, "steps": 4.0, "in_epoch": 3.0, "epsilon": 1.0, "epsilon_lower": 0.9}
 SPEC = PrivacySpec(protects="sample", noise=2.0, delta=1e-4, accounted=ACCOUNTED)
@@ -76,9 +82,27 @@ def test_a_sum_that_cannot_be_recorded_is_not_published(tmp_path, monkeypatch):
             return super().write(data[:5])
 
     records = Releases(tmp_path)
-    monkeypatch.setattr("builtins.open", lambda path, mode, **_: Full(path, mode))
-    with pytest.raises(WorkerError, match="cannot be written to its end"):
-        records.write(1, bytes(16))
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", lambda path, mode, **_: Full(path, mode))
+        with pytest.raises(WorkerError, match="cannot be written to its end"):
+            records.begin(bytes(32))
+    Releases(tmp_path).begin(bytes(32))  # resumed, with room
+    Releases(tmp_path).write(1, bytes(16))
+    assert read_released(tmp_path) == (secret_tag(bytes(32)), {1: 1}, {1: 1})
+
+
+def test_what_another_worker_records_after_a_torn_record_is_read_as_it_was_written(tmp_path):
+    records = Releases(tmp_path)
+    records.begin(bytes(32))
+    with open(tmp_path / FILE, "ab") as file:
+        file.write(bytes([9] * 7))
+    Releases(tmp_path).write(1, bytes(16))
+    assert contents_by_commit(tmp_path) == {1: 1}
+
+
+def test_a_record_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(WorkerError, match=r"releases.bin cannot be written \(No such file"):
+        Releases(tmp_path / "gone").write(1, bytes(16))
 
 
 @pytest.mark.parametrize(("epsilon", "again"), [(3.0, 0), (1.0, 1)])

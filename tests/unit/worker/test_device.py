@@ -34,3 +34,18 @@ def test_where_a_machine_has_more_workers_than_gpus_they_compute_on_the_cpu_or_a
     assert choose_device(job("auto"), 2, 2) == torch.device("cpu")  # it took in those of another
     with pytest.raises(SpecError, match="has 2 GPUs, and 2 workers or more"):
         choose_device(job("cuda"), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "determinism", "options"),
+    [
+        ("averaging", "bits", {"clip": 1.0, "partition": "blocks"}),
+        ("diloco", "order", {"fragments": 2, "local_steps": 4}),
+        ("server_async", "order", {}),
+    ],
+)
+def test_what_is_summed_on_the_cpu_is_computed_there(gpus, name, determinism, options):
+    gpus(4)
+    sync = {"name": name, "participants": 4, "options": options}
+    asked = job("auto", sync=sync, train={"device": "auto", "determinism": determinism})
+    assert choose_device(asked, 0, 4) == torch.device("cpu")

@@ -7,10 +7,11 @@ import torch
 from instep.engine.member import Member
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
+from instep.sync.clashes import on_the_cpu
 
 
 def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.device:
-    """A GPU for each worker if there are enough, else the CPU.
+    """A GPU for each worker if there are enough and all that is asked for goes there, else the CPU.
 
     Args:
         job: says which is wanted.
@@ -30,7 +31,7 @@ def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.devic
             "machine. Use train.device = 'cpu'; or install a driver, and a torch that is built for "
             "CUDA."
         )
-    enough = count >= max(local_size, local_rank + 1) and not job.sync.served
+    enough = count >= max(local_size, local_rank + 1) and not on_the_cpu(job)
     if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -7,6 +7,7 @@ import torch
 from instep.engine.engine import Engine
 from instep.engine.trial_result import Trial
 from instep.recipe.build import Built
+from instep.sync.clashes import on_the_cpu
 from instep.words import listed
 from instep.worker.loop.announcer import Announcer
 from instep.worker.training.inputs import Inputs
@@ -38,7 +39,7 @@ def tell_ready(
 def _warn_of_unused(announcer: Announcer, inputs: Inputs, device: torch.device) -> None:
     """Warn of GPUs, and of options of the user's loaders, that training does not use."""
     job, gpus = inputs.job, torch.cuda.device_count()
-    auto = job.train.device == "auto" and not job.sync.served
+    auto = job.train.device == "auto" and not on_the_cpu(job)
     if gpus and device.type == "cpu" and auto:
         announcer.warn(
             f"{job.workers} workers compute on the CPU, since this machine has "
