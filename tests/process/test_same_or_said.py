@@ -49,7 +49,7 @@ def test_strict_refuses_where_a_sampler_that_is_not_used_decides_what_is_trained
     program = run("weighs.py:sampled", *QUICK, options=("--strict",))
     assert program.end() == SpecError.exit_code
     assert (
-        "no: Recipe.train's DataLoader has a sampler (RandomSampler), which is not used: "
+        "no: Recipe.train's DataLoader has a sampler (FirstTwice), which is not used: "
         "every sample comes once in an epoch. Give a dataset that has"
     ) in program.stderr
 

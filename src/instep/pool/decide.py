@@ -143,8 +143,9 @@ def _seen(state: PoolState, job: PoolJob, event: RunSeen, now: float) -> PoolJob
     if state.hosts:
         job = without(state, job, event.lost, event.begun, now)
         job = replace(job, seen_here=event.workers) if job.local else job
-    elif job.status == RUNNING:
-        job = replace(job, held=max(job.target, event.workers))
+    elif job.status == RUNNING:  # a run that begins starts the workers that it was told at first
+        had = job.target if event.begun else job.held
+        job = replace(job, held=max(had, event.workers))
     job = replace(job, paces=paces)
     if event.pace is not None:
         job = replace(job, doubts=doubted(job, event.pace[0], now))

@@ -38,10 +38,9 @@ from instep.pool.jobs import (
     ResultTest,
 )
 from instep.pool.pool_file import PoolFolder
-from instep.pool.requests import ask
+from instep.pool.requests import ask, check_key
 from instep.pool.submit import (
     bounds_of,
-    check_key,
     check_machine,
     check_memory,
     check_share,

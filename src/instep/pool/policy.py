@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from instep.pool.flows import verdict
 from instep.pool.hosts.free_places import local_cores
+from instep.pool.hosts.planned_room import PlannedRoom
 from instep.pool.jobs import COMMAND, RUN, RUNNING, WAITING, PoolJob, PoolState
 from instep.pool.paces.curve import Paces, StepCurve, curve_of, left_of
 from instep.pool.paces.doubts import believed, is_slow
@@ -64,9 +65,10 @@ def plan(state: PoolState, now: float, *, explain: bool = True) -> WorkerPlan:
     jobs = [job for job in jobs if not behind.get(job.id)]
     given = _WorkersDealt(state, jobs, now)
     given.deal()
-    in_vain = {job.id for job in jobs if _begins_again_in_vain(job, given.found[job.id], now)}
-    if in_vain:  # what they cannot use is for others
-        given = _WorkersDealt(state, jobs, now, in_vain)
+    rigid: set[str] = set()
+    while in_vain := {j.id for j in jobs if _begins_again_in_vain(j, given.found[j.id], now)}:
+        rigid |= in_vain  # what they cannot use is for others
+        given = _WorkersDealt(state, jobs, now, rigid)
         given.deal()
     reasons = given.reasons
     for job in given.left() if explain else ():
@@ -87,6 +89,8 @@ class _WorkersDealt:
         self._state, self._now, self.free = state, now, state.cores
         self._local = local_cores(state)  # for those that have no other place
         self._rigid = rigid  # jobs that keep the workers that they have
+        memory = state.hosts and any(job.memory for job in jobs)
+        self._room = PlannedRoom(state) if memory else None
         self._paces: dict[str, Paces] = {}
         self.found = dict.fromkeys((job.id for job in jobs), 0)
         self.totals = dict.fromkeys((job.share for job in jobs), 0)
@@ -119,6 +123,8 @@ class _WorkersDealt:
         self.free -= more
         if job.local:
             self._local -= more
+        if self._room is not None:
+            self._room.take(job, more)
 
     def _free_for(self, job: PoolJob) -> int:
         return min(self.free, self._local) if job.local else self.free
@@ -139,7 +145,8 @@ class _WorkersDealt:
 
     def _grow(self, job: PoolJob) -> None:
         found, paces, free = self.found[job.id], self._paces_of(job), self._free_for(job)
-        if _may_grow(self._state, job, paces, found, self.totals[job.share], free):
+        fits = self._room is None or self._room.has(job, job.unit)
+        if fits and _may_grow(self._state, job, paces, found, self.totals[job.share], free):
             self._give(job, job.unit)
             self._push(job)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-import re
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,11 +20,9 @@ from instep.pool.hosts.free_places import local_cores
 from instep.pool.hosts.placement import refusal
 from instep.pool.jobs import RUN, SEARCH, CancelAsked, JobSubmitted, PoolJob
 from instep.pool.pool_file import PoolFolder
-from instep.pool.requests import ask
+from instep.pool.requests import ask, check_key, claim_key
 from instep.store.folder import numbered
 from instep.units import readable_bytes
-
-_KEY = re.compile(r"[A-Za-z0-9._-]+")
 
 LONGEST_SHARE = 80
 
@@ -122,16 +119,6 @@ def cancel(pool: PoolFolder, job: str) -> PoolJob:
         raise RunError(f"{job} has ended: it is {known[job].outcome}.")
     ask(pool.folder, CancelAsked(job))
     return known[job]
-
-
-def check_key(key: str) -> None:
-    """Refuse a key that cannot be part of a file's name.
-
-    Raises:
-        SpecError: it says what a key can have.
-    """
-    if key and not _KEY.fullmatch(key):
-        raise SpecError(f"--key {key!r}: letters, digits, '.', '_' and '-' only.")
 
 
 def check_share(where: str, share: str) -> None:
@@ -306,7 +293,7 @@ def _written(
     """Write the job's file under a name that none of the known ones has; with a key it always has
     the same name."""
     if key:
-        _check_key_is_free(f"{job.name}-{key}", key, known)
+        claim_key(pool.jobs, key, f"{job.name}-{key}", known)
     names = iter([f"{job.name}-{key}"]) if key else numbered(job.name)
     for name in names:
         if not key and (name in known or (pool.runs / name).exists()):
@@ -320,26 +307,3 @@ def _written(
             raise RunError(f"{pool.jobs / name}.toml: {error.strerror}.") from None
         return name, True
     return f"{job.name}-{key}", False
-
-
-def _check_key_is_free(name: str, key: str, known: Mapping[str, PoolJob]) -> None:
-    """Refuse a key that would have a job taken for another one.
-
-    Args:
-        name: of the job, with the key.
-        key: of the job.
-        known: the jobs of the pool.
-
-    Raises:
-        SpecError: another job has the key, or the name.
-    """
-    for other in known.values():
-        if other.key == key and other.id != name:
-            raise SpecError(
-                f"--key {key!r}: {other.id} has it, and this job would be {name}. Give it a key of "
-                "its own."
-            )
-        if other.id == name and other.key != key:
-            raise SpecError(
-                f"--key {key!r}: the pool has another job that is called {name}. Give another key."
-            )

@@ -1,11 +1,13 @@
 """Targets of which some do not count, and models that can be told from one machine or not."""
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import instep
 
@@ -53,8 +55,21 @@ def recipe(ignored: int = 0, layer: str = "none") -> instep.Recipe:
     )
 
 
+class FirstTwice(Sampler[int]):
+    """The first half of the samples, twice: no sampler of torch."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples // 2 * 2
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(*(range(self._samples // 2) for _ in range(2)))
+
+
 def sampled() -> instep.Recipe:
-    """Samples should be drawn with replacement."""
+    """Some samples should be trained twice, and others never."""
     plain = recipe()
-    sampler = RandomSampler(plain.train, replacement=True, num_samples=64)
+    sampler = FirstTwice(len(plain.train))
     return dataclasses.replace(plain, train=DataLoader(plain.train, 16, sampler=sampler))

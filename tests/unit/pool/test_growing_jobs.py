@@ -132,3 +132,39 @@ def test_a_pace_of_an_earlier_version_or_of_fewer_workers_that_were_quicker_is_t
     assert believed(net, 51.0 + RETRY_S) == ((1, 1.0), (4, 0.4))
     poor = job("poor", paces=((1, 1.0), (8, 0.9)))  # eight are hardly quicker than one
     assert believed(replace(poor, doubts=doubted(poor, 8, 5.0)), 6.0) == poor.paces
+
+
+def test_no_run_begins_again_in_vain_for_workers_that_another_one_cannot_use():
+    state = PoolState(cores=12)
+    for number, (name, left_s) in enumerate([("short", 50.0), ("long", 100.0)]):
+        state = decide(state, JobSubmitted(job(name)), 1.0 + number)
+        assert state.jobs[name].target == 4
+        state = seen(state, name, 10.0 + number, 1.0, left_s)
+        state = decide(state, ResizeRefused(name, 4), 12.0 + number)
+    for _ in range(3):
+        state = decide(state, TimePassed(), state.at + 10)
+        assert {each.status for each in state.jobs.values()} == {"running"}
+
+
+def test_a_core_that_one_job_has_no_memory_for_is_for_another_one():
+    hosts = {"one": PoolHost(cores=6, memory=8), "two": PoolHost(cores=2)}
+    left_s = {"large": 900.0, "small": 90_000.0}  # a short job comes first
+    state = decide(PoolState(cores=8, hosts=hosts), JobSubmitted(job("large", memory=4)), 1.0)
+    state = decide(state, JobSubmitted(job("small")), 2.0)
+    for now in (10.0, 20.0, 30.0):
+        for name, each in state.jobs.items():
+            state = decide(state, PlacesTold(name, each.places), now)
+            sight = RunSeen(name, each.target, 5, 9999, left_s[name], pace=(each.target, 1.0))
+            state = decide(state, sight, now + 1)
+        state = decide(state, TimePassed(), now + 8)
+    assert sum(each.target for each in state.jobs.values()) == 8
+
+
+def test_a_run_that_has_not_begun_holds_the_workers_that_it_was_started_with():
+    state = decide(PoolState(cores=4), JobSubmitted(job("old")), 1.0)
+    state = decide(state, JobSubmitted(job("new", least=2)), 2.0)
+    assert state.jobs["old"].target == 2
+    state = decide(state, RunSeen("old", 0, begun=False), 3.0)
+    assert (state.held, state.jobs["new"].target) == (4, 0), "its four workers were on their way"
+    state = decide(state, RunSeen("old", 2), 4.0)
+    assert state.jobs["new"].target == 2

@@ -7,6 +7,7 @@ from instep.pool.flow_submit import submit_flow
 from instep.pool.jobs import PoolJob, PoolSpec
 from instep.pool.local_runs import LocalRuns
 from instep.pool.pool_file import PoolFolder
+from instep.pool.requests import claim_key
 from instep.pool.scheduler import JobSight
 from instep.pool.submit import submit
 from made_up_runs import make_run
@@ -35,6 +36,14 @@ def test_a_key_that_another_job_has_or_that_makes_its_name_is_refused(tmp_path, 
     with pytest.raises(SpecError, match="'2': the pool has another job that is called net-2"):
         submit(pool, net, key="2")
     assert [*pool.state().jobs] == ["net-k", "net", "net-2"]
+
+
+def test_of_two_jobs_that_are_submitted_with_one_key_at_one_moment_one_has_it(tmp_path, pool):
+    none = pool.state().jobs  # as the other command saw it too
+    assert submit(pool, tmp_path / "net.toml", key="k").new
+    with pytest.raises(SpecError, match="'k': net-k has it, and this job would be other-k"):
+        claim_key(pool.jobs, "k", "other-k", none)
+    claim_key(pool.jobs, "k", "net-k", none)
 
 
 def test_a_flow_and_a_job_of_the_same_name_both_come(tmp_path, pool):
