@@ -6,6 +6,8 @@ several kinds have rounded differently are those of rank 0 afterwards.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ from instep.state.digest import combined, digests
 ROUNDED = 1e-4
 """Part of a tensor's largest value by which rounding moves its values at most, or four units in the
 last place of its type: a few such units for a random draw, more for a factorization."""
+
+_ROUNDED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
@@ -120,8 +124,8 @@ def align_parameters(
     named = [*model.named_parameters(), *model.named_buffers()]
     device = named[0][1].device
     tensors = [local(tensor.detach()) for _, tensor in named]
-    found = digests(tensors)
-    own = torch.tensor([len(named), combined(found) >> 1], device=device)
+    found, kinds = digests(tensors), [_kind(tensor) for tensor in tensors]
+    own = torch.tensor([len(named), combined([*found, *kinds]) >> 1], device=device)
     first = own.clone()
     comm.broadcast(first)
     if int(first[0]) != len(named):
@@ -134,7 +138,11 @@ def align_parameters(
     if not int(differing):
         return None
     told = torch.tensor(
-        [[digest >> 1, t.nbytes] for digest, t in zip(found, tensors, strict=True)], device=device
+        [
+            [digest >> 1, kind, _size_bytes(tensor)]
+            for digest, kind, tensor in zip(found, kinds, tensors, strict=True)
+        ],
+        device=device,
     )
     return _take([name for name, _ in named], tensors, told, comm, whole=whole, exact=exact)
 
@@ -148,7 +156,10 @@ def _take(
     whole: bool,
     exact: bool,
 ) -> Taken | None:
-    """Replace those that differ somewhere; `told` has digest and bytes of each, [tensors, 2]."""
+    """Replace those that differ somewhere.
+
+    `told` has digest, kind and bytes of each, [tensors, 3].
+    """
     first = told.clone()
     comm.broadcast(first)
     mine = (first != told).any(1) & whole
@@ -157,36 +168,98 @@ def _take(
     taken = Taken(0, 0, 0.0)
     for index in differing.nonzero().flatten().tolist():
         name, tensor, differs = names[index], tensors[index], bool(mine[index])
-        if differs and first[index, 1] != tensor.nbytes:
-            raise RecipeError(
-                f"{name!r} takes {tensor.nbytes} bytes on rank {comm.rank}, but "
-                f"{int(first[index, 1])} on rank 0: the recipe must build the same model in every "
-                "process."
-            )
-        values = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
-        comm.broadcast(values.view(torch.uint8))
+        if differs:
+            _check_kind(name, tensor, told[index].tolist(), first[index].tolist(), comm.rank)
+        if tensor.layout != torch.strided:  # no machine computes what is sparse
+            if differs:
+                _check_rounding(name, math.inf, tensor.dtype, comm.rank, exact=exact)
+            continue
+        values = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        comm.broadcast(values.reshape(-1).view(torch.uint8))
         if not differs:
             continue
-        apart = part_apart(tensor, values.view(tensor.shape))
+        apart = part_apart(tensor, values)
         _check_rounding(name, apart, tensor.dtype, comm.rank, exact=exact)
-        tensor.copy_(values.view(tensor.shape))
+        _each_once(tensor).copy_(_each_once(values, like=tensor))
         largest = max(taken.apart, apart)
         taken = Taken(taken.tensors + 1, taken.size_bytes + tensor.nbytes, largest)
     return taken if taken.tensors else None
 
 
+def _kind(tensor: Tensor) -> int:
+    """A checksum of what a tensor's bytes mean."""
+    text = f"{[*tensor.shape]} {tensor.dtype} {tensor.layout} {_repeated(tensor)}"
+    return zlib.crc32(text.encode())
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout == torch.strided else 0
+
+
+def _repeated(tensor: Tensor) -> list[int]:
+    """The dimensions along which a tensor is one value, as `expand` makes them."""
+    if tensor.layout != torch.strided:
+        return []
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return [number for number, (size, stride) in enumerate(sizes) if size > 1 and not stride]
+
+
+def _each_once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A view of a tensor with one of the values that lie in one place, in `like` if given."""
+    for dimension in _repeated(tensor if like is None else like):
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _check_kind(
+    name: str, tensor: Tensor, own: Sequence[int], first: Sequence[int], rank: int
+) -> None:
+    """Refuse a tensor of another shape or type.
+
+    What this rank and the first one told of it is [digest, kind, bytes].
+    """
+    if own[1:] == first[1:]:
+        return
+    here, there = f"takes {own[2]} bytes", f"{first[2]}"
+    if own[2] == first[2]:
+        here = f"is of shape {[*tensor.shape]} and type {tensor.dtype}".replace("torch.", "")
+        there = "of another shape, type or layout"
+    raise RecipeError(
+        f"{name!r} {here} on rank {rank}, but {there} on rank 0: the recipe must build the same "
+        "model in every process."
+    )
+
+
 def part_apart(tensor: Tensor, first: Tensor) -> float:
-    """The largest distance of a tensor's values from others, as a part of the largest of these."""
-    unequal = tensor != first
-    if not unequal.any():
+    """The largest distance of a tensor's values from others, as a part of the largest of these.
+
+    It is infinite where they are not near, but other: values that are not finite, and those of
+    types that nothing rounds to (integers, float8, packed ones).
+
+    Args:
+        tensor, first: dense, of one shape and type.
+    """
+    if tensor.dtype.is_complex:
+        tensor, first = (torch.view_as_real(each.resolve_conj()) for each in (tensor, first))
+    if tensor.dtype not in _ROUNDED_TYPES:
+        return 0.0 if digests([tensor]) == digests([first]) else math.inf
+    finite = torch.isfinite(first)
+    odd, odd_first = tensor[~finite], first[~finite]
+    same = (odd == odd_first) | (odd.isnan() & odd_first.isnan())
+    values, others = tensor[finite].double(), first[finite].double()
+    if not (same.all() and values.isfinite().all()):
+        return math.inf
+    far = float((values - others).abs().max()) if len(values) else 0.0
+    largest = float(others.abs().max()) if len(others) else 0.0
+    if not far:
         return 0.0
-    far = (tensor[unequal].double() - first[unequal].double()).abs().max()
-    return float(far / first.double().abs().max())
+    return far / largest if largest else math.inf
 
 
 def _check_rounding(name: str, apart: float, dtype: torch.dtype, rank: int, *, exact: bool) -> None:
     """Refuse what no rounding explains; and what one does, where bits are to be equal."""
-    allowed = max(ROUNDED, 4 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+    real = dtype.to_real() if dtype.is_complex else dtype
+    allowed = max(ROUNDED, 4 * torch.finfo(real).eps) if real in _ROUNDED_TYPES else 0.0
     if not apart <= allowed:
         raise RecipeError(
             f"{name!r} has other values on rank {rank} than on rank 0: the recipe "

@@ -109,3 +109,77 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_sent() -> None:
     wider = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     with pytest.raises(RecipeError, match=r"'0\.weight' takes 192 bytes on rank 1, but 168 on"):
         aligned([net(), wider])
+
+
+class Holder(nn.Module):
+    """A model with one buffer."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("held", buffer)
+
+
+INF, NAN = float("inf"), float("nan")
+FLOAT8 = torch.float8_e4m3fn
+
+OTHER_VALUES = {
+    "a complex number": (torch.tensor([1 + 1j, 2.0]), torch.tensor([1 + 2j, 2.0])),
+    "an integer that float64 does not hold": (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+    "no limit": (torch.tensor([-INF, 1.0]), torch.tensor([0.0, 1.0])),
+    "another sign": (torch.tensor([INF, 1.0]), torch.tensor([-INF, 1.0])),
+    "beside a limit": (torch.tensor([-INF, 1.0]), torch.tensor([-INF, 2.0])),
+    "no number": (torch.tensor([NAN, 1.0]), torch.tensor([3.0, 1.0])),
+    "beside no number": (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 2.0])),
+    "eight bits": (torch.tensor([1.0, 2.0]).to(FLOAT8), torch.tensor([1.125, 2.0]).to(FLOAT8)),
+    "a flag": (torch.tensor([True, False]), torch.tensor([True, True])),
+    "zeros": (torch.zeros(2), torch.tensor([0.0, 1e-12])),
+    "sparse": (torch.eye(2).to_sparse(), (2 * torch.eye(2)).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_VALUES)
+def test_what_only_looks_like_rounding_is_refused(kind: str) -> None:
+    models = [Holder(each.clone()) for each in OTHER_VALUES[kind]]
+    with pytest.raises(RecipeError, match=r"'held' has other values on rank 1"):
+        aligned(models)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([1 + 3j, 2.0], dtype=torch.complex64),
+        torch.tensor([1 + 3j, 2.0], dtype=torch.complex64).conj(),
+        torch.tensor([-INF, 1.0, NAN, INF, 3.0]),
+        torch.tensor(3.0),
+    ],
+)
+def test_rounding_beside_what_is_no_number_is_that_of_the_first_rank(values: torch.Tensor) -> None:
+    models = [Holder(values.clone()), Holder(values * (1 + 3e-7))]
+    taken, _ = aligned(models)
+    assert torch.equal(torch.nan_to_num(models[1].held), torch.nan_to_num(values))
+    assert taken[1].tensors == 1
+
+
+def test_an_expanded_buffer_is_written_once() -> None:
+    first, other = (Holder(torch.tensor([[by], [3.0]]).expand(2, 4)) for by in (1.0, 1.0 + 3e-7))
+    aligned([first, other])
+    assert torch.equal(first.held, other.held)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (torch.ones(3, 2), r"shape \[3, 2\] and type float32"),
+        (torch.ones(2, 3).view(torch.int32), r"shape \[2, 3\] and type int32"),
+        (torch.ones(1, 3).expand(2, 3), r"shape \[2, 3\] and type float32"),
+        (torch.ones(7), "takes 28 bytes on rank 1, but 24"),
+    ],
+)
+def test_the_same_bytes_with_another_meaning_are_refused(other: torch.Tensor, said: str) -> None:
+    with pytest.raises(RecipeError, match=rf"'held' (is of )?{said}.*must build the same model"):
+        aligned([Holder(torch.ones(2, 3)), Holder(other)])
+
+
+def test_equal_values_of_every_kind_pass() -> None:
+    for first, _ in OTHER_VALUES.values():
+        assert aligned([Holder(first.clone()), Holder(first.clone())])[0] == [None, None]

@@ -6,6 +6,7 @@ user's code does to parameters and gradients meanwhile, `Guard` looks at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -220,7 +221,8 @@ class Guard:
         for column in (table != table[0]).any(0).nonzero().flatten().tolist():
             name, tensor = named[column]
             far = torch.zeros(comm.size, dtype=torch.float64, device=device)
-            far[comm.rank] = _apart(tensor, comm)
+            differs = bool(table[comm.rank, column] != table[0, column])
+            far[comm.rank] = _apart(tensor, comm, differs=differs)
             comm.all_reduce(far).wait()
             if not (far <= _APART).all():
                 raise SpecError(
@@ -231,8 +233,10 @@ class Guard:
                 )
 
 
-def _apart(tensor: Tensor, comm: Comm) -> float:
-    """How far a tensor is from that of process 0."""
+def _apart(tensor: Tensor, comm: Comm, *, differs: bool) -> float:
+    """How far a tensor is from that of process 0, where its digest `differs` or not."""
+    if tensor.layout != torch.strided:  # nothing rounds what is sparse
+        return math.inf if differs else 0.0
     first = tensor.detach().clone().contiguous()
     comm.broadcast(first)
     return part_apart(tensor, first)
