@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from started import RECIPES, TIMEOUT_S
@@ -44,16 +45,23 @@ pause_s = {{pause_s}}
 class HostedPool:
     """A pool over hosts of this machine, each with its own `instep host`.
 
-    The scheduler starts that of a host whose name is `third`, as through ssh.
+    The scheduler starts that of a host whose name is `third`, as through ssh, and those that have
+    lines of their own.
     """
 
-    def __init__(self, folder: Path, hosts: dict[str, int], network: Network | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hosts: dict[str, int],
+        network: Network | None = None,
+        lines: dict[str, str] | None = None,
+    ) -> None:
         self.folder = PoolFolder(folder / "pool")
         self._path, self._network = folder, network
         address = "127.0.0.1" if network is None else network.address(OUTSIDE)
         with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
-        start = {"third": 'start = "env"\n'}
+        start = {"third": 'start = "env"\n', **(lines or {})}
         tables = (
             f"[hosts.{name}]\ncores = {cores}\n{start.get(name, '')}"
             for name, cores in hosts.items()
@@ -108,12 +116,20 @@ class HostedPool:
     def check_result(self, name: str, steps: int) -> None:
         """One session, no sample twice or missing, and the bits of one worker without a pool."""
         run = RunFolder(self.folder.runs / name)
-        assert run.outcome == "completed"
         assert len(run.times.sessions) == 1, "it was started twice"
+        self.check_bits(name, steps)
+
+    def status(self) -> str:
+        return self.call("pool", *self.where, "status")
+
+    def check_bits(self, name: str, steps: int) -> None:
+        """No sample twice or missing, and the bits of one worker without a pool."""
+        run = RunFolder(self.folder.runs / name)
+        assert run.outcome == "completed"
         assert (run.audit.repeated + run.audit.stray, run.audit.missing) == (0, 0)
         path, alone = self._path / f"steps-{steps}.toml", self._path / "alone"
-        self.call("run", path, "--runs", alone, "--name", "net")
-        assert sha256(run.path) == sha256(alone / "net")
+        self.call("run", path, "--runs", alone, "--name", name)
+        assert sha256(run.path) == sha256(alone / name)
 
     def close(self) -> None:
         agents = (self.folder.folder / "hosts").glob("*.lock")
@@ -135,8 +151,8 @@ class HostedPool:
 def make(tmp_path: Path) -> Iterator[Callable[..., HostedPool]]:
     made: list[HostedPool] = []
 
-    def start(hosts: dict[str, int], network: Network | None = None) -> HostedPool:
-        made.append(HostedPool(tmp_path, hosts, network))
+    def start(hosts: dict[str, int], network: Network | None = None, **more: Any) -> HostedPool:
+        made.append(HostedPool(tmp_path, hosts, network, **more))
         return made[-1]
 
     yield start

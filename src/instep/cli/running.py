@@ -289,6 +289,8 @@ def host(args: argparse.Namespace) -> int:
         lambda text: say_aside(f"host    {text}"),
         attends if args.stay else None,
     )
+    if args.stay:
+        attends.listen()
     with closing(attends), on_signals(interrupt):
         runs = machine.serve(stay=args.stay)
     if args.json:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,12 +37,15 @@ def start(words: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes
     return start_program([sys.executable, "-m", "instep", *words], lock, log)
 
 
-def start_program(command: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes] | None:
+def start_program(
+    command: Sequence[str], lock: Path, log: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes] | None:
     """Start a program that may be another one, as `start` does.
 
     Args:
         command: its words.
         lock, log: as for `start`.
+        variables: of its environment, beside those of this process.
 
     Raises:
         OSError: it cannot be started.
@@ -62,6 +65,7 @@ def start_program(command: Sequence[str], lock: Path, log: Path) -> subprocess.P
                 stderr=output,
                 start_new_session=True,
                 pass_fds=(descriptor,),
+                env={**os.environ, **(variables or {})},
             )
     finally:
         os.close(descriptor)

@@ -45,6 +45,10 @@ class Attends(Protocol):
     def turn(self) -> Mapping[str, int]:
         """Start and end what is missing or too much; workers of each run that have not ended."""
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this machine will soon be gone."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -171,7 +175,7 @@ class _Attending:
     def __init__(self, attends: Attends | None, channel: Channel) -> None:
         self._attends, self._channel = attends, channel
         self.asked = False
-        self._told: dict[str, int] | None = None
+        self._told: m.Attending | None = None
 
     def want(self, runs: Mapping[str, str]) -> None:
         if self._attends is None:
@@ -182,9 +186,10 @@ class _Attending:
     def turn(self) -> None:
         if self._attends is None or not self.asked:
             return
-        if (workers := dict(self._attends.turn())) != self._told:
-            self._told = workers
-            self._channel.send(m.Attending(workers=workers))
+        found = m.Attending(workers=dict(self._attends.turn()), leaving=self._attends.leaving)
+        if found != self._told:
+            self._told = found
+            self._channel.send(found)
 
 
 def _start(local: LocalLauncher, order: m.Serve) -> str:

@@ -22,6 +22,9 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start: str = ""
     """Command that runs another command there, such as `"ssh node2"`, with which the scheduler
     starts `instep host`; empty: somebody else does."""
+    idle: str = ""
+    """A duration, such as `"5m"`: the host is started once jobs wait for it, and given back when
+    nothing has run there for so long. Empty: it is always there."""
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,10 +165,19 @@ class PoolHost(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is the machine of the scheduler."""
     drained: bool = False
     """Whether nothing is to run there."""
+    leaving: bool = False
+    """Whether it has said that it will soon be gone, or is given back."""
+    on_demand: bool = False
+    """Whether it is started only for jobs that wait."""
     away: float | None = None
     """Since when it is out of reach."""
     workers: Mapping[str, int] = {}
     """Processes of each job that have not ended, as it said last."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is to run there any more."""
+        return self.drained or self.leaving
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +276,8 @@ class HostSeen(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     workers: Mapping[str, int]
+    leaving: bool = False
+    """Whether it will soon be gone, or is given back."""
 
 
 class HostAway(msgspec.Struct, frozen=True, tag=True):

@@ -13,6 +13,7 @@ from instep import detached
 from instep.errors import RunError, SpecError
 from instep.job.file import read_table
 from instep.plain_file import read_plain, replace_plain
+from instep.pool.hosts.demand import idle_s
 from instep.pool.jobs import (
     ENDED,
     FlowSubmitted,
@@ -101,6 +102,15 @@ def _check_hosts(path: Path, spec: PoolSpec) -> None:
             _host(host)
         except ValueError as error:
             raise SpecError(f"{path}: hosts.{name}.memory: {error}.") from None
+        try:
+            idle_s(host)
+        except ValueError as error:
+            raise SpecError(f"{path}: hosts.{name}.idle: {error}.") from None
+        if host.idle and not host.start:
+            raise SpecError(
+                f"{path}: hosts.{name}.idle = {host.idle!r} is for a host that the scheduler "
+                "starts. Give start, such as 'ssh node2', or leave idle out."
+            )
         if host.start and not _is_command(host.start):
             raise SpecError(
                 f"{path}: hosts.{name}.start = {host.start!r}: is no command. Give one that runs "
@@ -117,7 +127,8 @@ def _is_command(text: str) -> bool:
 
 def _host(spec: HostSpec) -> PoolHost:
     memory = bytes_in(spec.memory) if spec.memory else 0
-    return PoolHost(cores=spec.cores, memory=memory, local=is_local(spec))
+    on_demand = bool(spec.idle)
+    return PoolHost(cores=spec.cores, memory=memory, local=is_local(spec), on_demand=on_demand)
 
 
 def is_local(spec: HostSpec) -> bool:

@@ -79,8 +79,9 @@ class PoolJournal:
         hosts = dict(state.hosts)
         for name in hosts.keys() & known.hosts.keys():
             now = hosts[name]  # how large it is, the pool's file says
+            was = known.hosts[name]
             hosts[name] = msgspec.structs.replace(
-                known.hosts[name], cores=now.cores, memory=now.memory, local=now.local
+                now, drained=was.drained, leaving=was.leaving, away=was.away, workers=was.workers
             )
         return msgspec.structs.replace(state, jobs=jobs, hosts=hosts, used=known.used, at=known.at)
 

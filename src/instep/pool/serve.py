@@ -58,7 +58,8 @@ def serve(pool: PoolFolder) -> None:
     try:
         with suppress(KeyboardInterrupt), on_signals(interrupt):
             while True:
-                seen += gate.turn() if gate is not None else ()
+                if gate is not None:
+                    seen += [*gate.turn(), *gate.gone(pool.folder / STARTED)]
                 if turn(pool, scheduler, notice, time.time(), seen):
                     seen.clear()
                     _wait(pool)
@@ -66,7 +67,8 @@ def serve(pool: PoolFolder) -> None:
                     time.sleep(RETRY_S)
                 if gate is not None:
                     gate.attend(scheduler.state, _gate_of(pool))
-                    gate.start_missing(pool.folder / STARTED)
+                    gate.start_missing(pool.folder / STARTED, scheduler.state)
+                    seen += gate.give_back(scheduler.state)
                 warm.look()
         if gate is not None:  # ended, not killed
             gate.end_started(pool.folder / STARTED)

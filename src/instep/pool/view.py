@@ -62,7 +62,11 @@ def host_lines(state: PoolState) -> list[str]:
             line += f" ({', '.join(f'{job} {workers}' for job, workers in used.items())})"
         if host.drained:
             line += ", draining" if used else ", drained"
-        if host.away is not None:
+        elif host.leaving:
+            line += ", leaving"
+        if host.away is not None and host.on_demand and not used:
+            line += ", started once jobs wait for it"
+        elif host.away is not None:
             line += f", out of reach since {_clock(host.away)}"
         lines.append(line)
     return lines
@@ -279,6 +283,8 @@ def host_tables(state: PoolState) -> list[dict[str, Any]]:
             "memory": host.memory or None,
             "memory_used": memory_used(state, name, taken),
             "drained": host.drained,
+            "leaving": host.leaving,
+            "on_demand": host.on_demand,
             "out_of_reach_since": host.away,
             "workers": {job: places[name] for job, places in taken.items() if places.get(name)},
         }

@@ -24,7 +24,7 @@ from instep.control.decisions.events import (
     Tick,
     WentBack,
 )
-from instep.control.decisions.generations import BUILDING_S
+from instep.control.decisions.generations import BOUND_S, BUILDING_S
 from instep.control.decisions.membership import refuse_scale
 from instep.control.decisions.phases import TransitionError
 from instep.control.decisions.state import State, first_members
@@ -186,6 +186,41 @@ def test_a_worker_that_is_killed_before_its_successor_is_there_is_not_started_ag
     assert story.new(Start) == []
     story.come(2)
     assert story.state.group == (1, 2)
+
+
+def test_a_loss_while_another_one_leaves_stops_nobody_though_no_process_comes_in_its_place():
+    story = Story(2)
+    story.happens(Noticed(0), Ended(1, None, 5, 4))
+    story.come(2)
+    story.leave(0)
+    assert story.told(Form) == []
+    story.now += BUILDING_S + 0.1
+    story.happens(Tick(4))
+    assert story.told(Form) == [0, 2], "the one that leaves has what the other needs"
+    story.form()
+    story.happens(Tick(4))
+    assert story.told(Regroup) == []
+    story.now += BOUND_S
+    story.happens(Tick(5))
+    assert story.told(Regroup) == [0, 2]
+    story.leave()
+    story.now += BUILDING_S
+    story.happens(Tick(5))
+    assert story.state.group == (2,)
+    story.form()
+    assert story.told(Release) == [0]
+    story.come(1)
+    story.leave()
+    assert story.state.group == (1, 2)
+
+
+def test_a_worker_that_has_no_process_is_given_up_before_others_but_for_those_of_hosts_that_go():
+    story = Story(3)
+    story.happens(Ended(1, None, 5, 4), Scaled(2))
+    assert story.state.wanted == {0, 2}
+    story = Story(3)
+    story.happens(Ended(1, None, 5, 4), Scaled(2, hosts=(7,), first=frozenset({0})))
+    assert story.state.wanted == {1, 2}
 
 
 def test_a_loss_in_the_middle_of_a_change_ends_in_one_generation_of_all_that_are_wanted():

@@ -53,7 +53,7 @@ class Over(Exception):
 
 
 class AttendsNothing:
-    over = False
+    over = leaving = False
 
     def want(self, runs):
         self.wanted = runs
@@ -88,7 +88,7 @@ def test_what_a_pool_has_started_ends_with_it_and_what_others_have_started_stays
         seen |= {event.host for event in gate.turn()}
         gate.attend(state, lambda job: "")
     gate._tried["ours"] = float("inf")
-    gate.start_missing(started)
+    gate.start_missing(started, state)
     lock = started / "2.lock"
     while not detached.has_begun(lock):
         pass

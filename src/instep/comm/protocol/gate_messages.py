@@ -70,3 +70,5 @@ class Attending(Message, frozen=True):
 
     workers: dict[str, int]
     """Processes of workers of each run that have not ended."""
+    leaving: bool = False
+    """Whether this machine will soon be gone."""

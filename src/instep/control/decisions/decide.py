@@ -184,7 +184,7 @@ def _broke(state: State, event: Broke, now: float) -> tuple[State, list[Action]]
         return generations.advance(state, now)
     if state.phase != "training":
         return state, []
-    if state.changing and state.left and state.needed <= state.ready:
+    if state.changing and state.left and generations.suffices(state, now):
         return generations.next_generation(state, now)
     if state.deadline is not None:
         return state, []
@@ -242,9 +242,7 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
     if asked:
         return state, asked
     if state.deadline is None and state.phase in ("gathering", "training"):
-        state, actions = (
-            generations.advance(state, now) if state.phase == "gathering" else (state, [])
-        )
+        state, actions = generations.advance(state, now)
         if now < max(state.since, state.came) + WAITING_S:
             return state, actions
         state, waits = generations.say_who_waits(state)

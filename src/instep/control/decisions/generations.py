@@ -17,7 +17,7 @@ from instep.control.decisions.state import State
 
 BUILDING_S, BOUND_S = 1.0, 15.0
 """How long the others wait for a replacement that gets ready, before they continue without it; and
-for its process, where nobody else has the data of a lost one."""
+for its process, where nobody else has the data of a lost one, or somebody is to leave."""
 
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to connect, at least."""
@@ -33,7 +33,7 @@ def advance(state: State, now: float) -> tuple[State, list[Action]]:
     """Form the next generation, or ask for it, once all members that it shall have are ready."""
     # of one that is being killed it is not known what it still writes
     ended = any(state.member(n).phase in (Phase.ENDED, Phase.KILLED) for n in state.group)
-    if ended or not (state.needed <= state.ready or _can_do_without(state, now)):
+    if ended or not suffices(state, now):
         return state, []
     if state.phase == "gathering":
         held = state.holders or state.those(IN_A_GROUP) or state.from_checkpoint
@@ -48,21 +48,30 @@ def advance(state: State, now: float) -> tuple[State, list[Action]]:
     return replace(state, changing=True, since=now), sends
 
 
+def suffices(state: State, now: float) -> bool:
+    """Whether those that are ready can be the next generation."""
+    return state.needed <= state.ready or _can_do_without(state, now)
+
+
 def _can_do_without(state: State, now: float) -> bool:
     """Whether the others train while a replacement is getting ready, and take it in later.
 
     Not where members own state: its replacement takes up what the lost one had. Where nobody else
-    has its data, only while there is no process, as when its host is lost.
+    has its data, or a member of the group is to leave, only while there is no process, as when its
+    host is lost.
     """
-    least_s = BOUND_S if state.bound else BUILDING_S
-    if state.phase != "gathering" or state.drains or now < state.since + least_s:
+    patient = state.bound or state.phase == "training"
+    waited = state.changing or now >= state.since + (BOUND_S if patient else BUILDING_S)
+    if state.drains or not waited:
         return False
     missing = state.wanted - state.whole(state.ready)
-    if state.bound and not missing <= state.those(frozenset({Phase.ABSENT})):
+    if patient and not missing <= state.those(frozenset({Phase.ABSENT})):
         return False
     getting_ready = missing <= state.those(_GETTING_READY)
-    work_goes_on = bool(state.holders & state.wanted - state.servers)
-    return getting_ready and not missing & state.servers and work_goes_on
+    if state.phase == "training" and not set(state.group) - state.wanted:
+        return False
+    go_on = state.holders if state.phase == "gathering" else state.holders & state.wanted
+    return getting_ready and not missing & state.servers and bool(go_on - state.servers)
 
 
 def next_generation(state: State, now: float) -> tuple[State, list[Action]]:

@@ -39,7 +39,12 @@ def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
 def scaled(state: State, scaled: Scaled, now: float) -> tuple[State, list[Action]]:
     """The run is to have another number of workers."""
     workers, first = scaled.workers, frozenset().union(*map(state.fellows, scaled.first))
-    before = sorted(state.wanted - state.servers, key=lambda n: (n in first, n))
+
+    def order(number: int) -> tuple[bool, bool, int]:
+        """Keep those of hosts that stay, and of these the ones that have a process."""
+        return number in first, not state.fellows(number) <= state.joined, number
+
+    before = sorted(state.wanted - state.servers, key=order)
     if state.phase not in ("gathering", "training") or workers == len(before):
         return state, []
     why = f"scaled from {len(before)} to {workers} workers"

@@ -10,6 +10,7 @@ Way in: `Attendance`.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -68,6 +69,16 @@ class Attendance:
         self._groups: dict[str, set[int]] = {}  # of the fork servers of each run
         self._workers: dict[str, int] = {}
         self._counted = float("-inf")
+        self.leaving = False
+        """Whether this machine will soon be gone."""
+
+    def listen(self) -> None:
+        """Take SIGUSR1 for the word that this machine will soon be gone."""
+
+        def heard(*_: object) -> None:
+            self.leaving = True
+
+        signal.signal(signal.SIGUSR1, heard)
 
     def want(self, runs: Mapping[str, str]) -> None:
         """Be a host of these runs, and of no others; each has the address of its client."""

@@ -40,7 +40,7 @@ def local_cores(state: PoolState) -> int:
     """Cores that jobs which run on the scheduler's machine alone can have."""
     if not state.hosts:
         return state.cores
-    return sum(host.cores for host in state.hosts.values() if host.local and not host.drained)
+    return sum(host.cores for host in state.hosts.values() if host.local and not host.closed)
 
 
 class FreePlaces:
@@ -57,7 +57,7 @@ class FreePlaces:
     ) -> None:
         self.hosts, self.taken = hosts, {job: dict(places) for job, places in taken.items()}
         self._names = [*hosts]
-        self._open = {n for n, host in hosts.items() if not host.drained and host.away is None}
+        self._open = {n for n, host in hosts.items() if not host.closed and host.away is None}
         self._most: dict[tuple[int, int, bool], int] = {}  # workers of a kind, where they are few
         self._cores = {name: host.cores for name, host in hosts.items()}
         self._memory = {name: host.memory for name, host in hosts.items()}
@@ -69,7 +69,11 @@ class FreePlaces:
 
     def is_drained(self, name: str) -> bool:
         """Whether nothing is to run on a host."""
-        return name not in self.hosts or self.hosts[name].drained
+        return name not in self.hosts or self.hosts[name].closed
+
+    def is_open(self, name: str) -> bool:
+        """Whether a host is in reach, and may get something."""
+        return name in self._open
 
     def has_any(self, job: str) -> bool:
         """Whether a job that does not run still has processes on a host that is in reach."""

@@ -18,6 +18,7 @@ from instep import detached
 from instep.comm.protocol import messages as m
 from instep.launch.gate import Gate
 from instep.launch.join_folder import JoinFolder
+from instep.pool.hosts.demand import IdleHosts, asked_for, idle_s
 from instep.pool.hosts.free_places import places_taken
 from instep.pool.jobs import RUNNING, STOPPING, HostAway, HostSeen, HostSpec, PoolState
 
@@ -32,6 +33,11 @@ SHELLS = frozenset(("autossh", "clush", "pdsh", "plink", "rsh", "slogin", "ssh")
 
 AGAIN_S = 10.0
 """A command that starts `instep host` is run at most so often."""
+
+
+GONE = "INSTEP_GONE"
+"""Variable of a command that starts `instep host`: a file to make once its machine is gone, with
+all that ran there."""
 
 
 class HostGate:
@@ -62,6 +68,8 @@ class HostGate:
         self._turned = time.monotonic()
         self._tried: dict[str, float] = {}
         self._own: dict[str, subprocess.Popen[bytes]] = {}  # that this process has started
+        self._idle = IdleHosts({name: idle_s(host) for name, host in hosts.items()})
+        self._leaving: set[str] = set()  # that have said so, or are given back
 
     def turn(self) -> Iterator[HostSeen | HostAway]:
         """Take in what has arrived."""
@@ -80,16 +88,31 @@ class HostGate:
             if isinstance(message, m.Joined):
                 self._told.pop(name, None)
                 self._workers.pop(name, None)
+                self._leaving.discard(name)
             if isinstance(message, m.Attending):
                 self._workers[name] = message.workers
+                self._leaving |= {name} if message.leaving else set()
             known, is_new = self._workers.get(name), name not in self._heard
             if known is not None:
                 self._heard[name] = now
                 if is_new or isinstance(message, m.Attending):
-                    yield HostSeen(name, known)
+                    yield HostSeen(name, known, name in self._leaving)
         for name, heard in [*self._heard.items()]:
             if now - heard > SILENT_S:
                 del self._heard[name]
+                yield HostAway(name)
+
+    def gone(self, folder: Path) -> Iterator[HostSeen | HostAway]:
+        """Take in which machines are gone for good, with all that ran there.
+
+        Args:
+            folder: as of `start_missing`.
+        """
+        for number, name in enumerate(self._names):
+            said = folder / f"{number}.gone"
+            if said.exists():
+                said.unlink(missing_ok=True)
+                yield HostSeen(name, {}, leaving=True)
                 yield HostAway(name)
 
     def attend(self, state: PoolState, gate_of: Callable[[str], str]) -> None:
@@ -111,16 +134,23 @@ class HostGate:
                 self._told[name] = wanted[name]
                 self._gate.send(number, m.Attend(runs=wanted[name]))
 
-    def start_missing(self, folder: Path) -> None:
-        """Start `instep host` on hosts that are not there and have a command for that.
+    def start_missing(self, folder: Path, state: PoolState) -> None:
+        """Start `instep host` on hosts that are not there and have a command for that; of those on
+        demand where jobs wait for it, or are.
 
         Args:
             folder: for the files that these commands have locked, and their output.
+            state: of the pool.
         """
         now, missing = time.monotonic(), {*self._gate.missing}
+        needed = {*asked_for(state, time.time())}
+        needed |= {name for places in places_taken(state).values() for name in places}
         for number, (name, host) in enumerate(self._hosts.items()):
             late = now - self._tried.get(name, float("-inf")) > AGAIN_S
             if not (host.start and late and name in missing):
+                continue
+            if host.idle and name not in needed:
+                self._ask_no_more(folder / f"{number}.lock", name)
                 continue
             self._tried[name] = now
             token_file = str(self._folder.token_file(number).resolve())
@@ -129,8 +159,31 @@ class HostGate:
                 folder.mkdir(exist_ok=True)
                 lock, log = folder / f"{number}.lock", folder / f"{number}.log"
                 command = there(host.start, [sys.executable, "-P", "-m", "instep", *words])
-                if (process := detached.start_program(command, lock, log)) is not None:
+                gone = {GONE: str((folder / f"{number}.gone").resolve())}
+                if (process := detached.start_program(command, lock, log, gone)) is not None:
                     self._own[name] = process
+
+    def _ask_no_more(self, lock: Path, name: str) -> None:
+        """End a command that has not brought its host yet, such as one that waits in a queue."""
+        if detached.lives(lock):
+            self._tried[name] = time.monotonic()
+            detached.interrupt_it(lock)
+
+    def give_back(self, state: PoolState) -> Iterator[HostSeen]:
+        """End hosts on demand on which nothing has run for some time.
+
+        First the pool is told that nothing is to run there, and then the host to leave.
+
+        Args:
+            state: of the pool.
+        """
+        for name in self._idle.find(state, time.monotonic()):
+            if not state.hosts[name].leaving:
+                self._leaving.add(name)
+                yield HostSeen(name, self._workers.get(name, {}), leaving=True)
+            elif name in self._told:  # once on each connection
+                del self._told[name]
+                self._gate.send(self._names.index(name), m.Leave())
 
     def end_started(self, folder: Path) -> None:
         """End `instep host` where the scheduler has started it; the runs there go on.

@@ -47,7 +47,7 @@ def after_host_event(state: PoolState, event: HostEvent, now: float) -> PoolStat
     if host is None:
         return state
     if isinstance(event, HostSeen):
-        host = replace(host, away=None, workers=event.workers)
+        host = replace(host, away=None, workers=event.workers, leaving=event.leaving)
     elif isinstance(event, HostAway):
         host = replace(host, away=now if host.away is None else host.away)
     else:
@@ -106,15 +106,15 @@ def is_gone(state: PoolState, name: str, now: float) -> bool:
 def with_hosts(state: PoolState, now: float) -> PoolState:
     """The state with the cores that each job has on hosts, and those that there are for all.
 
-    Of a host that is drained and out of reach somebody has said that it will not be back: nothing
-    is taken to be there, until it says so itself.
+    Of a host that is drained or leaving, and out of reach, somebody has said that it will not be
+    back: nothing is taken to be there, until it says so itself.
     """
     if not state.hosts:
         return state
     lost = {
         name: replace(host, workers={})
         for name, host in state.hosts.items()
-        if host.drained and host.workers and is_gone(state, name, now)
+        if host.closed and host.workers and is_gone(state, name, now)
     }
     if lost:
         state = replace(state, hosts={**state.hosts, **lost})
@@ -132,11 +132,11 @@ def _cores(state: PoolState, now: float) -> int:
     cores = sum(
         host.cores
         for name, host in state.hosts.items()
-        if not host.drained and not is_gone(state, name, now)
+        if not host.closed and not is_gone(state, name, now)
     )
-    gone = {n for n, host in state.hosts.items() if not host.drained and is_gone(state, n, now)}
+    gone = {n for n, host in state.hosts.items() if not host.closed and is_gone(state, n, now)}
     kept = sum(job.places.get(n, 0) for job in state.jobs.values() if job.places for n in gone)
-    stay = {n for n, host in state.hosts.items() if host.drained}
+    stay = {n for n, host in state.hosts.items() if host.closed}
     commands = (job for job in state.jobs.values() if job.kind == COMMAND and job.places)
     return cores + kept + sum(job.places.get(n, 0) for job in commands for n in stay)
 
@@ -285,7 +285,7 @@ def _moving(room: FreePlaces, job: PoolJob, workers: int, now: float) -> PoolJob
 
 
 def _is_drained(state: PoolState, name: str) -> bool:
-    return name not in state.hosts or state.hosts[name].drained
+    return name not in state.hosts or state.hosts[name].closed
 
 
 def _with_places(job: PoolJob, places: Mapping[str, int], now: float) -> PoolJob:

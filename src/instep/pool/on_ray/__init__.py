@@ -1,0 +1,1 @@
+"""Hosts of a pool on the nodes of a Ray cluster. Way in: `run.main`."""
