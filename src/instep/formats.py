@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-INSTEP = "0.5.0"
+INSTEP = "0.6.0"
 """The version of this instep; `pyproject.toml` has the same."""
 
 FORMAT = 2
