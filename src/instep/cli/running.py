@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instep.cli.parsing import Parser, add_changes, add_job, overrides_of, say_left_out
+from instep.cli.parsing import Parser, add_changes, add_job, number, overrides_of, say_left_out
 from instep.cli.saying import say, say_aside
 from instep.errors import RecipeError, SpecError
 
@@ -278,17 +278,14 @@ def host(args: argparse.Namespace) -> int:
     try:
         master = Address(*host_and_port(args.join))
     except ValueError:
-        raise SpecError(
-            f"--join {args.join!r}: needs a machine and a port, such as node1:2220."
-        ) from None
+        raise SpecError(f"--join {args.join!r}: needs machine:port, as node1:2220.") from None
     token_file = Path(args.token_file).absolute()
     attends = Attendance(token_file, WarmStarts)
-    machine = Machine(
-        master,
-        token_file,
-        lambda text: say_aside(f"host    {text}"),
-        attends if args.stay else None,
-    )
+
+    def tell(text: str) -> None:
+        say_aside(f"host    {text}")
+
+    machine = Machine(master, token_file, tell, attends if args.stay else None, args.wait)
     if args.stay:
         attends.listen()
     with closing(attends), on_signals(interrupt):
@@ -310,6 +307,8 @@ def host_options(parser: Parser) -> None:
     add("--token-file", required=True, metavar="FILE", help=text)
     text = "stay for the next run, until it is interrupted; needed in a pool"
     add("--stay", action="store_true", help=text)
+    text, whole = "end if there is no run after so many seconds (default: wait)", float("inf")
+    add("--wait", type=number("seconds", 0, whole), default=whole, metavar="S", help=text)
 
 
 def certificates(args: argparse.Namespace) -> int:

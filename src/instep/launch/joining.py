@@ -59,12 +59,14 @@ class Machine:
         token_file: looked at in each attempt; the certificate is kept beside it.
         say: told what happens.
         attends: for the scheduler of a pool; None if this machine is only for one run at a time.
+        wait_s: how long the first run is waited for.
     """
 
     master: Address
     token_file: Path
     say: Callable[[str], None]
     attends: Attends | None = None
+    wait_s: float = float("inf")
 
     def serve(self, *, stay: bool = False) -> int:
         """Be part of a run to its end, or with `stay` of each that comes; returns how many.
@@ -72,7 +74,7 @@ class Machine:
         Raises:
             JoinError: it is refused, or has lost the run.
         """
-        runs, deadline = 0, float("inf")
+        runs, deadline = 0, time.monotonic() + self.wait_s
         while True:
             channel, place = self._join(deadline)
             self.say(f"joined {self.master.host}:{self.master.port} as {place}")

@@ -11,7 +11,7 @@ from instep.client.job_checks import check_job
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Address
 from instep.comm.protocol.endpoint import Endpoint
-from instep.errors import SpecError
+from instep.errors import JoinError, SpecError
 from instep.job.file import absolute, build, dump, load
 from instep.launch.by_hand import ByHandLauncher
 from instep.launch.joining import Machine, _start
@@ -135,3 +135,10 @@ def test_a_run_that_is_given_up_while_machines_are_missing_is_no_run_to_those_th
         launcher.settled(given.launch)
         launcher.stop()
         assert serving.result(600) == 0
+
+
+def test_a_machine_waits_for_its_first_run_no_longer_than_it_is_told(tmp_path):
+    said = []
+    machine = Machine(Address("127.0.0.1", 1), tmp_path / "token", said.append, wait_s=0.0)
+    with pytest.raises(JoinError, match=r"the run at 127\.0\.0\.1:1 is gone"):
+        machine.serve()

@@ -346,7 +346,7 @@ def test_a_machine_is_a_host_of_the_runs_that_are_wanted_also_after_it_was_kille
 
     first = machine()
     first.turn()
-    ((*words, gate, _, token),) = commands.words
+    ((*words, gate, _, token, _, _),) = commands.words
     assert (words, gate) == (["host", "--join"], "h:1")
     assert token == str(tmp_path / "host-0.token")
     lock = tmp_path / "host-0.token.runs" / "net.lock"

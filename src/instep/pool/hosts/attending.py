@@ -26,6 +26,9 @@ from instep.system.processes import MEMBERS, stat_fields
 COUNT_S = 0.2
 """Between two counts of processes."""
 
+WAIT_S = 60.0
+"""How long a process waits for the client of its run; if that is still wanted it begins again."""
+
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before a process of a run is started once more; the last one repeats."""
 
@@ -125,6 +128,7 @@ class Attendance:
             self._due[name] = now + PAUSES_S[min(self._starts[name], len(PAUSES_S) - 1)]
             self._starts[name] += 1
             words = ["host", "--join", gate, "--token-file", str(self._token_file)]
+            words += ["--wait", f"{WAIT_S:g}"]  # its client may have just ended, and this too
             with suppress(OSError):  # it is tried again
                 replace_plain(self._file(name, "gate"), gate, PRIVATE)
                 commands.start(words, lock, self._file(name, "log"))
