@@ -83,15 +83,14 @@ class ByLength:
     ) -> None:
         self.samples, self.total = positions, positions
         self._base, self._lengths, self._parts = base, lengths, micro_batches
-        self._by_tokens = tokens is not None
+        self._tokens = tokens
         seen = self._looked_at()
         self.mean = float(seen.mean())
         """Length of a sample: of all, or of about a million evenly over the first epoch."""
         self.digest = zlib.crc32(np.append(seen, positions).astype("<i8").tobytes())
         """Hash of these lengths, 32 bits."""
-        steps = (
-            -(-positions // batch) if tokens is None else int(-(-self.mean * positions // tokens))
-        )
+        cost = float(self._costs(seen).mean())
+        steps = -(-positions // batch) if tokens is None else int(-(-cost * positions // tokens))
         self.steps = max(1, min(positions, steps))
         windows = max(1, min(self.steps, positions // window))
         numbers = np.arange(windows + 1, dtype=np.int64)
@@ -172,8 +171,7 @@ class ByLength:
         lengths = np.maximum(self._lengths(samples), 1)
         rank = np.argsort(lengths, kind="stable")  # equal ones stay in their keyed order
         count = int(self._first_steps[number + 1] - self._first_steps[number])
-        costs = lengths[rank] if self._by_tokens else np.ones(len(rank), np.int64)
-        ends = evenly_cut(costs, count)
+        ends = evenly_cut(self._costs(lengths[rank]), count)
         begins = np.append(0, ends[:-1])
         own = epoch * (len(self._begins) - 1) + number
         comes = self._order_of[count].indices(own, 0, count)
@@ -181,6 +179,12 @@ class ByLength:
         laid = np.cumsum(sizes)
         places = rank[np.repeat(begins[comes] - (laid - sizes), sizes) + np.arange(len(rank))]
         return _Window(places, samples[places], lengths[places], laid, {})
+
+    def _costs(self, lengths: Indices) -> Indices:
+        """Shares of a step that samples take up; one that is longer than a step takes up one."""
+        if self._tokens is None:
+            return np.ones(len(lengths), np.int64)
+        return np.minimum(lengths, self._tokens)
 
     def _looked_at(self) -> Indices:
         """Lengths at positions evenly over the first epoch; of all, where they are few."""

@@ -148,3 +148,13 @@ def test_a_billion_samples_are_planned_within_a_second_and_cost_no_memory_for_ea
     print(f"{time.perf_counter() - began:.2f} s")
     assert tracemalloc.get_traced_memory()[1] < 80e6
     tracemalloc.stop()
+
+
+def test_a_sample_longer_than_a_batch_is_one_and_makes_no_other_batch_smaller():
+    order = by_length([10] * 200 + [2000], window=1000, tokens=100)
+    assert order.steps == 21
+    batches = [order.of(0, number) for number in range(order.steps)]
+    found = [order.indices(0, each.first, each.stop) for each in batches]
+    (alone,) = (each for each in found if 200 in each)
+    assert alone.tolist() == [200]
+    assert {len(each) for each in found if 200 not in each} == {10}

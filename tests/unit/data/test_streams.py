@@ -262,6 +262,25 @@ def test_parts_that_begin_alike_or_otherwise_when_read_again_are_refused():
         _check_heads("the stream", heads, again)
 
 
+def test_a_stream_that_gives_one_buffer_again_and_again_is_refused():
+    class Reused(Plain):
+        def __iter__(self):
+            buffer = torch.zeros(2)
+            for number in super().__iter__():
+                yield buffer.fill_(number), number
+
+    class Copied(Reused):
+        def __iter__(self):
+            yield from ((buffer.clone(), number) for buffer, number in super().__iter__())
+
+    with pytest.raises(
+        DataError, match=r"changes sample 0 of part 0 .* one buffer again and again"
+    ):
+        stream_of(Reused()).heads()
+    *heads, again = stream_of(Copied()).heads()
+    _check_heads("the stream", heads, again)
+
+
 def test_a_worker_init_fn_divides_the_copy_of_each_part():
     class Ranged(IterableDataset):
         first, stop = 0, 90

@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from instep.data.order import key
 from instep.data.reading.generators import preserved, seed_all
-from instep.data.reading.streams.given import GivenStream, digest_of
+from instep.data.reading.streams.given import GivenStream, digest_of, hash_of
 from instep.data.reading.streams.kept import KeptWindows, StreamWindow
 from instep.data.reading.streams.state import has_state, packed, unpacked
 from instep.data.reading.streams.turns import READ_AHEAD, StreamPlan
@@ -92,16 +92,29 @@ class StreamPart:
         return rows[place]
 
     def head(self, most: int) -> list[Any]:
-        """The first samples of epoch 0, of a copy of its own; `most` at most."""
+        """The first samples of epoch 0, of a copy of its own; `most` at most.
+
+        Raises:
+            DataError: one is changed by reading on.
+        """
         other = StreamPart(self._given, self._plan, self._number, self._seed, self._kept)
         other._kept = KeptWindows(None, self._number, 0)
         other._begin(0, None)
         rows: list[Any] = []
+        read: list[int] = []  # hashes, when each had just come
         while len(rows) < most:
             with other._as_loader(0, 0, len(rows)):
-                rows += (found := other._some(min(READ_AHEAD, most - len(rows))))
+                rows += (found := other._some(1))
             if not found:
                 break
+            read.append(hash_of(found[0]))
+        for number, (row, before) in enumerate(zip(rows, read, strict=True)):
+            if hash_of(row) != before:
+                raise DataError(
+                    f"{self._given.named} changes sample {number} of part {self._number} while it "
+                    "gives later ones: it gives one buffer again and again, and a batch would have "
+                    "its last content several times. Have __iter__ give a copy of it."
+                )
         return rows
 
     def length(self) -> Iterator[int]:
