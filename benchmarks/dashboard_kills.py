@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,21 @@ def until(reached: Callable[[], Any]) -> Any:
 
 
 def kill(processes: list[psutil.Process]) -> float:
-    """Kill them all; when, by the monotonic clock, once they are gone."""
+    """Kill them all; when, by the monotonic clock, once they have ended.
+
+    Whoever has adopted one may not ask for its end for seconds; it has ended all the same.
+    """
     at = time.monotonic()
     for each in processes:
         each.kill()
-    psutil.wait_procs(processes)
+    until(lambda: all(map(has_ended, processes)))
     return at
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
 
 
 class Watched:

@@ -46,6 +46,14 @@ def other_bits(result: Any) -> Answer:
     return found(len(rounds) - int(result["same_parameters"].split()[0]), "", 0, spread)
 
 
+def on_ray(result: Any) -> Answer:
+    seen = result["results"][0]
+    samples = seen["repeated_samples"] + seen["missing_samples"]
+    wrong = seen["other_bits"] + seen["jobs"] - seen["completed"]
+    sessions = f"{seen['jobs']} jobs in {seen['sessions']} sessions"
+    return found(wrong, "", 0, f"{sessions}, samples twice or missing {samples}")
+
+
 def drained(result: Any) -> Answer:
     every = [each["drained_s"] for each in result["rounds"]]
     load = [each["load"] for each in result["rounds"]]
@@ -122,6 +130,14 @@ QUESTIONS = (
         "pool",
         "pool-hosts",
         other_bits,
+        "one worker without a pool",
+        most=0,
+    ),
+    Question(
+        "jobs on three nodes of Ray, one drained and one killed, that end with other bits",
+        "pool",
+        "pool-on-ray",
+        on_ray,
         "one worker without a pool",
         most=0,
     ),
