@@ -112,7 +112,7 @@ def data(kind, address):
         given = classes()
         weights = 1 / torch.bincount(given.tensors[1])[given.tensors[1]]
         return DataLoader(given, 64, sampler=WeightedRandomSampler(weights, 10000))
-    return classes() if kind == "resample" else Told()
+    return classes() if kind in ("resample", "lengths") else Told()
 
 class Small(torch.nn.Module):
     def __init__(self, classes):
@@ -126,11 +126,12 @@ class Small(torch.nn.Module):
         return outputs if self.classes else outputs.flatten()
 
 def recipe(kind: str = "with_state", address: str = ""):
-    classes = kind in ("resample", "sampler")
+    classes = kind in ("resample", "sampler", "lengths")
     return instep.Recipe(
         model=Small(classes),
         train=data(kind, address),
         labels=(lambda dataset, index: int(dataset.tensors[1][index])) if classes else None,
+        length=(lambda dataset, index: 1 + index * 7919 % 389) if kind == "lengths" else None,
         loss=torch.nn.CrossEntropyLoss() if classes else torch.nn.MSELoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )
@@ -142,7 +143,7 @@ workers = 2
 seed = 5
 [train]
 determinism = "bits"
-global_batch = 64
+{size}
 micro_batches = 8
 [check]
 content = "all"
@@ -157,6 +158,7 @@ DATA = {
     "once": 'order = "windowed"\nwindow = 512\nparts = 8\nonce = true',
     "resample": 'balance = "resample"',
     "sampler": "",
+    "lengths": "window = 512",
 }
 """Kinds of data, and what the job says of each."""
 
@@ -223,7 +225,8 @@ class Runs:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.kind = folder, kind
-        (folder / f"{kind}.toml").write_text(JOB + DATA[kind] + "\n")
+        size = "tokens_per_batch = 12000" if kind == "lengths" else "global_batch = 64"
+        (folder / f"{kind}.toml").write_text(f"{JOB.format(size=size)}{DATA[kind]}\n")
 
     def start(self, name: str, steps: int, *more: str) -> subprocess.Popen[bytes]:
         """Start a run."""
