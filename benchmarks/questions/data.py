@@ -218,10 +218,10 @@ QUESTIONS = (
         aim="none",
     ),
     Question(
-        "classes resampled, and a `WeightedRandomSampler`: the same",
+        "classes resampled, a `WeightedRandomSampler`, batches by length: the same",
         "planned",
         "streams",
-        disturbed("resample", "sampler"),
+        disturbed("resample", "sampler", "lengths"),
         "an undisturbed run; a plain read",
         most=0,
         aim="none",
