@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from on_ray import STORE_BYTES, cluster, drain, raylet_pid
 from test_hosts_of_a_pool import HostedPool, make, until
 
 from instep.detached import pid_of
+from instep.events import read_events
 from instep.launch.ray.private import patient
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -32,6 +34,15 @@ def guards() -> list[psutil.Process]:
         words, status = process.info["cmdline"] or [], process.info["status"]
         if "instep.pool.on_ray.guard" in words and status != psutil.STATUS_ZOMBIE:
             found.append(process)
+    return found
+
+
+def hosts_of(guard: psutil.Process) -> list[psutil.Process]:
+    """The `instep host` that a guard runs."""
+    found = []
+    for each in guard.children():
+        with suppress(psutil.Error):  # it has just ended
+            found += [each] if "--stay" in each.cmdline() else []
     return found
 
 
@@ -80,17 +91,24 @@ def test_what_was_started_on_a_node_ends_with_its_actor_and_starts_again(
     make: Callable[..., HostedPool], cluster: Any
 ) -> None:
     pool = make({"one": 2}, lines={"one": line(cluster.address)})
-    name = pool.submit(150, 0.008)
+    name = pool.submit(400, 0.008)
     until(lambda: pool.steps(name) > 3)
     (guard,) = guards()
-    below = guard.children(recursive=True)
-    assert len(below) >= 3, "no host, or no run"
+    (host,) = hosts_of(guard)
+    host.kill()  # another one is started beside what goes on
+    until(lambda: sum(len(hosts_of(each)) for each in guards()) == 1)
+    again = pool.steps(name)
+    until(lambda: pool.steps(name) > again + 3)
+    events = [e["event"] for e in read_events(pool.folder.runs / name / "events.jsonl")]
+    assert "host_lost" not in events
+    below = [*guards(), *(p for each in guards() for p in each.children(recursive=True))]
+    assert len(below) >= 5, "no host, or no run"
     actor = next(p for p in psutil.process_iter() if p.name().startswith("ray::NodeCommand"))
     actor.kill()
-    _, alive = psutil.wait_procs([guard, *below], timeout=600)
+    _, alive = psutil.wait_procs(below, timeout=600)
     assert not alive
     until(lambda: bool(pool.job(name).outcome))
-    pool.check_bits(name, 150)
+    pool.check_bits(name, 400)
 
 
 def test_a_pool_that_stops_gives_its_nodes_back(

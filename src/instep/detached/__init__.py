@@ -161,3 +161,10 @@ def last_words(log: Path) -> str:
         said = [line for line in lines if line.startswith("instep: ")]
         return said[-1].removeprefix("instep: ") if said else ""
     return ""
+
+
+def interrupt_all(lock: Path) -> None:
+    """Ask a program that lives to end, and what it has started in its session, as Ctrl-C would."""
+    if (pid := pid_of(lock)) is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGTERM)

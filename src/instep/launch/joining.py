@@ -81,7 +81,7 @@ class Machine:
             over, begun, stopped = self._take_part(channel)
             runs += over and begun
             if stopped:
-                self.say("the pool was stopped, and had this started; its runs go on")
+                self.say("the pool, which had this started, needs it no more; its runs go on")
             if stopped or (over and not stay):
                 return runs
             if over:

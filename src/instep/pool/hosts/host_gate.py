@@ -167,7 +167,7 @@ class HostGate:
         """End a command that has not brought its host yet, such as one that waits in a queue."""
         if detached.lives(lock):
             self._tried[name] = time.monotonic()
-            detached.interrupt_it(lock)
+            detached.interrupt_all(lock)
 
     def give_back(self, state: PoolState) -> Iterator[HostSeen]:
         """End hosts on demand on which nothing has run for some time.
@@ -207,7 +207,7 @@ class HostGate:
                 pass
         for name, lock in ours.items():
             if detached.lives(lock):
-                detached.interrupt_it(lock)
+                detached.interrupt_all(lock)
                 self._say(
                     f"{name}: its `instep host` did not answer; the command that started it is "
                     "ended. If it is still there, end it there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,8 @@ class NodeCommand:
     """
 
     def __init__(self) -> None:
-        self._lock, self._guard = threading.Lock(), _Guard.none()
+        self._lock, self._guards = threading.Lock(), list[_Guard]()
+        self._folder = tempfile.mkdtemp(prefix="instep-ray-")  # of all commands, one after another
 
     def node(self) -> str:
         """The id of its node."""
@@ -42,59 +44,58 @@ class NodeCommand:
             files: that the command needs there, by name. Nobody else can read them.
         """
         with self._lock:
-            if self._guard.code is not None:
-                self._guard = _Guard(_at_home(words), files, self._end_if_over)
-            guard = self._guard
+            for name, data in files.items():
+                replace_plain(Path(self._folder) / name, data, PRIVATE)
+            if not self._guards or self._guards[-1].code is not None:
+                found = [word.replace("{files}", self._folder) for word in words]
+                found = [word.replace("{python}", sys.executable) for word in found]
+                self._guards.append(_Guard(found, self._folder, self._end_if_over))
+            guard = self._guards[-1]
         guard.ended.wait()
         return guard.code if guard.code is not None else 1
 
     def leave(self) -> None:
         """Tell the command that its node will soon be gone."""
-        self._guard.order(LEAVE)
+        self._order(LEAVE)
 
     def stop(self) -> None:
         """Ask the command to end."""
-        self._guard.order(STOP)
+        self._order(STOP)
 
-    def _end_if_over(self, guard: _Guard) -> None:
+    def _order(self, what: bytes) -> None:
+        for guard in self._guards[-1:]:
+            guard.order(what)
+
+    def _end_if_over(self) -> None:
+        """End this process, if nothing is left and nobody asks for another command."""
         time.sleep(STAY_S)
         with self._lock:
-            if guard is self._guard:  # nobody has asked for another command
+            if all(guard.over for guard in self._guards):
+                shutil.rmtree(self._folder, ignore_errors=True)
                 os._exit(0)
 
 
 class _Guard:
-    """The guard of one command, as the actor sees it."""
+    """The guard of one command, as the actor sees it.
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        files: Mapping[str, bytes],
-        over: Callable[[_Guard], None] | None,
-    ) -> None:
+    Args:
+        words: of the command.
+        folder: that the guard removes if the actor is gone.
+        at_end: called once nothing is left of what came of the command.
+    """
+
+    def __init__(self, words: Sequence[str], folder: str, at_end: Callable[[], None]) -> None:
         self.code: int | None = None
-        self.ended = threading.Event()
-        if over is None:
-            self.code = 0
-            self.ended.set()
-            return
-        folder = tempfile.mkdtemp(prefix="instep-ray-")
-        for name, data in files.items():
-            replace_plain(Path(folder) / name, data, PRIVATE)
+        self.ended, self.over = threading.Event(), False
         (orders, self._orders), (said, says) = os.pipe(), os.pipe()
-        guard = [sys.executable, "-m", "instep.pool.on_ray.guard", str(orders), folder]
-        command = [word.replace("{files}", folder) for word in words]
+        guard = [sys.executable, "-m", "instep.pool.on_ray.guard", str(orders), folder, *words]
         # no child of the actor, whose children Ray may kill one by one
-        apart = ["/bin/sh", "-c", '"$@" &', "sh", *guard, *command]
+        apart = ["/bin/sh", "-c", '"$@" &', "sh", *guard]
         process = subprocess.Popen(apart, stdout=says, pass_fds=(orders,), start_new_session=True)
         os.close(orders)
         os.close(says)
-        threading.Thread(target=self._follow, args=(process, said, over), daemon=True).start()
-
-    @classmethod
-    def none(cls) -> _Guard:
-        """Make one of a command that has ended."""
-        return cls((), {}, None)
+        arguments = process, said, at_end
+        threading.Thread(target=self._follow, args=arguments, daemon=True).start()
 
     def order(self, what: bytes) -> None:
         """Give an order, unless the command has ended."""
@@ -103,7 +104,7 @@ class _Guard:
                 os.write(self._orders, what)
 
     def _follow(
-        self, process: subprocess.Popen[bytes], said: int, over: Callable[[_Guard], None]
+        self, process: subprocess.Popen[bytes], said: int, at_end: Callable[[], None]
     ) -> None:
         with process, open(said, "rb") as lines:
             line = lines.readline().decode().strip()
@@ -111,8 +112,5 @@ class _Guard:
             self.ended.set()
             lines.read()  # until nothing is left of what came of the command
         os.close(self._orders)
-        over(self)
-
-
-def _at_home(words: Sequence[str]) -> list[str]:
-    return [word.replace("{python}", sys.executable) for word in words]
+        self.over = True
+        at_end()

@@ -34,17 +34,19 @@ def main(words: list[str]) -> None:
     """Run a command, write its exit code to stdout, and stay until nothing that came of it is left.
 
     Args:
-        words: descriptor of the orders, a folder to remove at the end, and the command.
+        words: descriptor of the orders, a folder to remove if the actor is gone, and the command.
     """
     orders, folder, command = int(words[0]), words[1], words[2:]
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the command
         signal.signal(each, signal.SIG_IGN)
     adopt_orphans()
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_be_command)
-        while _obey(orders, process.pid) and _reap(process.pid):
-            pass
-    finally:
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=_be_command
+    )
+    while lives := _obey(orders, process.pid):
+        if not _reap(process.pid):
+            break
+    if not lives:
         end_descendants(END_S)
         shutil.rmtree(folder, ignore_errors=True)
 
