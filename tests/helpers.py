@@ -6,7 +6,9 @@ import copy
 import multiprocessing
 import pickle
 import random
+import time
 import traceback
+from multiprocessing import connection
 
 import torch
 from torch import nn
@@ -46,7 +48,7 @@ def run_processes(size, body, folder, *arguments, timeout_s=TIMEOUT_S):
         theirs.close()
         ranks.append((process, ours))
     try:
-        return [_result(pipe, timeout_s) for _, pipe in ranks]
+        return _results([pipe for _, pipe in ranks], timeout_s)
     finally:
         for process, _ in ranks:
             process.kill()
@@ -65,14 +67,23 @@ def _one_process(pipe, meeting, rank, size, body, arguments):
         pipe.recv_bytes()  # peers may still read from us; we are killed, or our parent hangs up
 
 
-def _result(pipe, timeout_s):
-    assert pipe.poll(timeout_s), "a rank has neither answered nor ended"
+def _results(pipes, timeout_s):
+    """As they come: one rank that raised may be what the others wait for."""
+    found, ends = {}, time.monotonic() + timeout_s
+    while missing := [pipe for pipe in pipes if pipe not in found]:
+        ready = connection.wait(missing, max(0.0, ends - time.monotonic()))
+        assert ready, f"{len(missing)} of {len(pipes)} ranks have neither answered nor ended"
+        for pipe in ready:
+            failure, found[pipe] = _answer(pipe)
+            assert failure is None, failure
+    return [found[pipe] for pipe in pipes]
+
+
+def _answer(pipe):
     try:
-        failure, value = pickle.loads(pipe.recv_bytes())
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return None
-    assert failure is None, failure
-    return value
+        return None, None
 
 
 class Table:

@@ -55,9 +55,14 @@ class LocalLauncher:
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Start the fork server in a session of its own, so that Ctrl-C reaches only us.
 
+        Another program replaces the one before, which was lost; a fork server may have a spare.
+
         Raises:
             RunError: the command before it is none.
         """
+        if endpoint.program and self._process is not None and self._process.poll() is None:
+            end_group(self._process.pid, TIMEOUT_S)
+            self._process.poll()
         with open(host_log(logs, endpoint.host), "ab", opener=plain) as log:
             # one that replaces another is a fresh interpreter, whatever has happened here since
             if not (self._before or self._groups or endpoint.program) and is_warm():

@@ -54,9 +54,9 @@ def start(hosts: list[str], address: str = "127.0.0.1") -> subprocess.Popen:
 
 
 def hosts_of(command: subprocess.Popen) -> list[psutil.Process]:
-    """Its hosts."""
+    """Its hosts; a worker that a host has just forked has its name, and its words."""
     found = []
-    for child in psutil.Process(command.pid).children(recursive=True):
+    for child in psutil.Process(command.pid).children():
         try:
             if (
                 "instep.prepare.workers.host" in child.cmdline()
