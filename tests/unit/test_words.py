@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.report.figures.settings import flat
+from instep.report.figures.identity import flat
 from instep.words import shown_error, shown_url, without_secrets
 
 

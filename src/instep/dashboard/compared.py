@@ -1,4 +1,4 @@
-"""Runs beside each other: their curves, what their jobs differ in, their parameters.
+"""Runs beside each other: their curves, what their jobs differ in, their hashes.
 
 Way in: `compare`.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from instep.dashboard.curves import Chart, Curve, Values, live_charts, plain
 from instep.dashboard.listing import why_unread
 from instep.dashboard.live import LiveRun
-from instep.report.page.comparison import differing_settings
+from instep.report.figures.identity import differing_settings, hashes_of
 
 MOST_RUNS, _MOST_SETTINGS, _FEW, _POINTS = 250, 60, 12, 160
 """Runs at once; settings that differ; runs up to which every point of a curve is told, and points
@@ -19,8 +19,8 @@ of each above."""
 
 
 def compare(paths: list[Path]) -> dict[str, Any]:
-    """Curves of each run, thinned if there are many, and settings that differ."""
-    names, jobs, drawn, unread = [], [], [], []
+    """Curves of each run, thinned if there are many, settings that differ, and hashes."""
+    names, jobs, drawn, hashes, unread = [], [], [], [], []
     for path in paths:
         try:
             run = LiveRun(path, figures=False)
@@ -31,6 +31,7 @@ def compare(paths: list[Path]) -> dict[str, Any]:
         names.append(path.name)
         jobs.append(run.job)
         drawn.append(live_charts(run))
+        hashes.append(hashes_of(run.last))
     few = len(names) <= _FEW
     titles = dict.fromkeys(chart.title for charts in drawn for chart in charts)
     charts = []
@@ -43,7 +44,13 @@ def compare(paths: list[Path]) -> dict[str, Any]:
         ]
         charts.append({"title": title, "log": any(c.log for _, c in of_it), "lines": lines})
     settings = differing_settings(*jobs)[:_MOST_SETTINGS] if len(jobs) > 1 else []
-    return {"runs": names, "charts": charts, "settings": settings, "unread": unread}
+    return {
+        "runs": names,
+        "charts": charts,
+        "settings": settings,
+        "hashes": hashes,
+        "unread": unread,
+    }
 
 
 def _thinned(chart: Chart, few: bool) -> Chart:

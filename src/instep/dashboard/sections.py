@@ -18,9 +18,9 @@ import numpy as np
 
 from instep.dashboard.live import LiveRun
 from instep.dashboard.logs import LogEnds
+from instep.report.figures.identity import flat
 from instep.report.figures.participants import of_participants
 from instep.report.figures.proof import prove
-from instep.report.figures.settings import flat
 from instep.report.figures.summary import (
     cause_words,
     exactness_words,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from urllib.parse import quote
 
 import pytest
 
@@ -37,6 +38,8 @@ def runs(tmp_path_factory):
     told = {"time": BEGIN_S + 4, "event": "validated", "step": 9, "metrics": {ATTACK: 1.0}}
     told |= {"seconds": 0.1, "epoch": 0, "samples": 9}
     warned = {"time": BEGIN_S + 4, "event": "warning", "text": ATTACK}
+    for event in events:
+        event.update({"parameters_sha256": "5" * 64} if event["event"] == "model_saved" else {})
     write_events(path, [*events[:-1], told, warned, events[-1]])
     make_search(folder / "net-search")
     make_pool(folder.parent / "pool")
@@ -64,7 +67,7 @@ def go(page, where, wait_for):
     page.wait_for_selector(wait_for)
 
 
-def test_runs_are_listed_filtered_opened_and_compared(opened):
+def test_runs_are_listed_filtered_opened_and_compared(opened, runs):
     go(opened, "#/", "td.name a")
     assert opened.locator("table.runs tbody tr").count() == 4
     opened.fill("input[type=search]", "accuracy>0.8")
@@ -77,7 +80,15 @@ def test_runs_are_listed_filtered_opened_and_compared(opened):
     assert opened.locator("h1").inner_text() == "one"
     assert "#/run/one" in opened.url
     go(opened, "#/compare/one/other", "figure[data-drawn]")
-    assert "workers" in opened.locator("table").inner_text()
+    settings, hashes = opened.locator("table").all_inner_texts()
+    assert "workers" in settings
+    for name in ("one", "other"):
+        digest = RunFolder(runs / name).last("model_saved")["parameters_sha256"]
+        assert re.search(rf"{name}\s.*{digest[:16]}", hashes)
+    assert opened.get_by_text("parameters: all the same").count() == 1
+    attack = next(each.name for each in runs.iterdir() if "img" in each.name)
+    names = "/".join(quote(name, safe="") for name in ("one", "other", attack))
+    go(opened, f"#/compare/{names}", "text=parameters: 2 different")
     assert opened.said == []
 
 

@@ -215,6 +215,8 @@ def test_runs_are_compared_by_curves_and_by_what_their_jobs_differ_in(tmp_path):
     assert ("workers", "1", "2") in found["settings"]
     assert [line["run"] for line in found["charts"][0]["lines"]] == [0, 0, 1, 1]
     assert [each["name"] for each in found["unread"]] == [tmp_path.name]
+    shas = [RunFolder(path).last("model_saved")["parameters_sha256"] for path in paths]
+    assert [each["parameters"] for each in found["hashes"]] == shas
     many = compare([paths[0]] * 13)["charts"][0]["lines"][0]
     assert "low" not in many
     assert (many["step"][-1], len(many["step"])) == (128, 128)

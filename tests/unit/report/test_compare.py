@@ -1,7 +1,8 @@
 import re
 
+from instep.report.figures.identity import differing_settings
 from instep.report.figures.summary import summarise
-from instep.report.page.comparison import comparison, differing_settings
+from instep.report.page.comparison import comparison
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run
 

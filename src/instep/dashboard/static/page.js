@@ -305,14 +305,14 @@
         return;
       }
       say("");
-      const { runs, charts, settings, unread } = await answer.json();
+      const { runs, charts, settings, hashes, unread } = await answer.json();
       const curves = View.section("Curves");
       this.board = new Charts.Board(curves, runs);
       const heads = runs.slice(0, 12);
       const rows = settings.map((row) => row.slice(0, 13).map((cell, at) => (at ? node("code", cell) : cell)));
       const differ = View.section("Settings that differ", rows.length ? View.table(["setting", ...heads], rows) : node("p", "None: all runs were given the same job.", "note"));
       const wrong = unread.map(({ name, error }) => node("p", `${name}: ${error}`, "warn"));
-      main.replaceChildren(this.top, ...wrong, curves, differ);
+      main.replaceChildren(this.top, ...wrong, curves, differ, View.section("Hashes", ...View.hashes(runs, hashes)));
       this.board.show(charts);
     }
 

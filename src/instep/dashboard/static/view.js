@@ -125,6 +125,24 @@ const View = (() => {
     return box;
   });
 
+  // Of each kind of hash, whether runs have the same; then those of each run.
+  const hashes = (runs, each) => {
+    const kinds = [...new Set(each.flatMap(Object.keys))], told = [];
+    if (!kinds.length) return [node("p", "None yet: a run has them from its first step on.", "note")];
+    for (const kind of kinds) {
+      const known = each.map((mine) => mine[kind]).filter(Boolean), different = new Set(known).size;
+      const missing = known.length < runs.length ? `, ${count(runs.length - known.length)} without` : "";
+      const same = different > 1 ? `${count(different)} different` : known.length > 1 ? "all the same" : "one";
+      told.push(node("p", `${kind}: ${same}${missing}`));
+    }
+    const cell = (hash) => {
+      const made = node("code", hash ? `${hash.slice(0, 16)}…` : "–");
+      if (hash) made.title = hash;
+      return made;
+    };
+    return [...told, table(["run", ...kinds.map((kind) => `sha256 of ${kind}`)], runs.map((run, at) => [run, ...kinds.map((kind) => cell(each[at][kind]))]))];
+  };
+
   const participants = (each) => {
     const names = Object.keys(each.metrics), most = 100;
     const rows = each.samples.slice(0, most).map((samples, at) => [String(at), count(samples), count(each.epochs[at]), ...names.map((name) => number(each.metrics[name][at]))]);
@@ -225,5 +243,5 @@ const View = (() => {
 
   const dot = (mark) => node("span", { good: "●", bad: "✖", live: "▶", calm: "◐" }[mark] || "●", `dot ${mark}`);
 
-  return { section, table, copied, tiles, progress, workers, happened, logs, participants, checkpoints, searches, trials, chartsOfSearch, shares, hosts, jobs, dot, count, share };
+  return { section, table, copied, tiles, progress, workers, happened, logs, hashes, participants, checkpoints, searches, trials, chartsOfSearch, shares, hosts, jobs, dot, count, share };
 })();

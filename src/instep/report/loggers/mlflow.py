@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from instep.job.spec import JobSpec, as_table
-from instep.report.figures.settings import flat
+from instep.report.figures.identity import flat
 from instep.report.loggers.base import Point
 from instep.store.folder import run_id
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from instep.report.figures.settings import flat
+from instep.report.figures.identity import differing_settings
 from instep.report.page.markup import MOST_ROWS, Html, figure, section, shortened, table, tag
 from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
@@ -53,22 +50,3 @@ def run_names(runs: list[RunFolder]) -> list[str]:
     """What to call each run: its folder's name, or the whole path if two names are equal."""
     names = [folder.path.absolute().name for folder in runs]
     return names if len(set(names)) == len(names) else [str(folder.path) for folder in runs]
-
-
-def _without_equal(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Jobs without the sections in which they are all equal."""
-    encoded = [{key: msgspec.json.encode(value) for key, value in job.items()} for job in jobs]
-    first = encoded[0].items() if encoded else ()
-    equal = {key for key, text in first if all(each.get(key) == text for each in encoded)}
-    return [{key: value for key, value in job.items() if key not in equal} for job in jobs]
-
-
-def differing_settings(*jobs: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Keys of jobs whose values differ, as (`section.key`, value, value, ...).
-
-    A key that a job does not have reads `not given` there.
-    """
-    tables = [dict(flat(job)) for job in _without_equal(jobs)]
-    keys = dict.fromkeys(key for each in tables for key in each)
-    rows = [(key, *(each.get(key, "not given") for each in tables)) for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]

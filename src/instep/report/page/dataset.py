@@ -21,10 +21,10 @@ from instep.report.figures.dataset import (
     bad_records,
     values_of,
 )
+from instep.report.figures.identity import flat
 from instep.report.figures.lengths import MOST_BINS, PartLengths, histogram_of
 from instep.report.figures.pixels import Pixels
 from instep.report.figures.sample import in_words
-from instep.report.figures.settings import flat
 from instep.report.page.bars import MOST_WORKERS, histogram, image, stacked_bars
 from instep.report.page.markup import (
     MOST_ROWS,

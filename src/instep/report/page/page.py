@@ -130,7 +130,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
         sections.checkpoints(folder),
         sections.profiles(folder),
         sections.configuration(folder),
-        sections.reproduce(folder, summary),
+        sections.reproduce(folder),
     ]
 
 

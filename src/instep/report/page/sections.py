@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from instep.events import Kind
+from instep.report.figures.identity import flat, hashes_of
 from instep.report.figures.proof import altered_words
 from instep.report.figures.restarts import Restart, restarts
-from instep.report.figures.settings import flat
 from instep.report.figures.summary import (
     cause_words,
     lag_of,
@@ -323,19 +323,15 @@ def _settings(pairs: Iterable[tuple[str, str]]) -> Html:
     return table(["setting", "value"], rows[:400], numbers_from=9) if rows else Html("")
 
 
-def reproduce(folder: RunFolder, summary: dict[str, Any]) -> Html:
+def reproduce(folder: RunFolder) -> Html:
     """The command, and the hashes that another run of it can be compared with."""
     started = folder.last("run_started")
     command = started.get("command")
     if isinstance(command, list):
         command = shlex.join(map(str, command))
-    hashes = [
-        ("recipe", started.get("recipe_sha256")),
-        ("model it started from", folder.last("model_loaded").get("sha256")),
-        ("every (epoch, position) used", folder.audit.sha256 if folder.audit.epochs else None),
-        ("parameters", summary["parameters_sha256"]),
-    ]
-    rows = [[name, hash_of(shortened(value))] for name, value in hashes if value]
+    used = {"every (epoch, position) used": folder.audit.sha256} if folder.audit.epochs else {}
+    hashes = {**hashes_of(folder.last), **used}
+    rows = [[name, hash_of(shortened(value))] for name, value in hashes.items()]
     body = [tag("pre", tag("code", shortened(command)))] if command else []
     if rows:
         body.append(table(["sha256 of", ""], rows, numbers_from=9))
