@@ -25,6 +25,7 @@ FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 MEETING_EACH_S = 0.03
 """How much time each of many members adds."""
 
+_NO_PROCESS = frozenset({Phase.ABSENT})
 _GETTING_READY = frozenset({Phase.ABSENT, Phase.KILLED, Phase.BUILDING, Phase.READY})
 """Where the processes of a replica are until all of them can be in a group."""
 
@@ -50,28 +51,36 @@ def advance(state: State, now: float) -> tuple[State, list[Action]]:
 
 def suffices(state: State, now: float) -> bool:
     """Whether those that are ready can be the next generation."""
-    return state.needed <= state.ready or _can_do_without(state, now)
+    if state.needed <= state.ready:
+        return True
+    missing = state.wanted - state.whole(state.ready)
+    if state.drains or missing & state.servers or not missing <= state.those(_GETTING_READY):
+        return False
+    if state.phase == "gathering":
+        return _can_do_without(state, missing, now)
+    return _can_let_go(state, missing, now)
 
 
-def _can_do_without(state: State, now: float) -> bool:
-    """Whether the others train while a replacement is getting ready, and take it in later.
+def _can_do_without(state: State, missing: frozenset[int], now: float) -> bool:
+    """Whether the others begin while a replacement is getting ready, and take it in later.
 
     Not where members own state: its replacement takes up what the lost one had. Where nobody else
-    has its data, or a member of the group is to leave, only while there is no process, as when its
-    host is lost.
+    has its data, only while there is no process, as when its host is lost.
     """
-    patient = state.bound or state.phase == "training"
-    waited = state.changing or now >= state.since + (BOUND_S if patient else BUILDING_S)
-    if state.drains or not waited:
+    if state.bound and not missing <= state.those(_NO_PROCESS):
         return False
-    missing = state.wanted - state.whole(state.ready)
-    if patient and not missing <= state.those(frozenset({Phase.ABSENT})):
+    waited_s = BOUND_S if state.bound else BUILDING_S
+    return now >= state.since + waited_s and bool(state.holders - state.servers)
+
+
+def _can_let_go(state: State, missing: frozenset[int], now: float) -> bool:
+    """Whether a member that is to leave may, though others are missing: none has a process, as
+    where no host has a place, and one that stays has the state."""
+    waits = not missing <= state.those(_NO_PROCESS)
+    if waits or not (state.changing or now >= state.since + BOUND_S):
         return False
-    getting_ready = missing <= state.those(_GETTING_READY)
-    if state.phase == "training" and not set(state.group) - state.wanted:
-        return False
-    go_on = state.holders if state.phase == "gathering" else state.holders & state.wanted
-    return getting_ready and not missing & state.servers and bool(go_on - state.servers)
+    leaving = set(state.group) - state.wanted
+    return bool(leaving) and bool(state.holders & state.wanted - state.servers)
 
 
 def next_generation(state: State, now: float) -> tuple[State, list[Action]]:
