@@ -96,11 +96,14 @@ def worker(program: Started, number: int) -> psutil.Process | None:
 
 
 def kill_at_gate(program: Started, gate: Path, number: int, times: int = 1) -> None:
-    """Kill a worker once others of its replica are in the middle of a batch, so many times."""
+    """Kill a worker once it and its neighbour are in the middle of a batch, so many times."""
+
+    def both() -> bool:
+        pair = [found.pid for n in (number, number ^ 1) if (found := worker(program, n))]
+        return len(pair) == 2 and waiting(gate, program) >= set(pair)
+
     for _ in range(times):
-        program.until(lambda: len(waiting(gate, program)) > 1, "two are at the gate")
-        for mark in gate.parent.glob("gate-*"):
-            mark.unlink()
+        program.until(both, "both are at the gate")
         found = worker(program, number)
         assert found is not None
         os.kill(found.pid, signal.SIGKILL)
