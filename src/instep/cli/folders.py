@@ -149,6 +149,11 @@ def dashboard(args: argparse.Namespace) -> int:
     if not runs.is_dir():
         raise RunError(f"there is no folder {runs}. Give the folder that has the run folders.")
     certificates = Path(args.certificates) if args.certificates else None
+    if certificates is not None and not certificates.is_dir():
+        raise SpecError(
+            f"--certificates {certificates}: there is no such folder. Make one: "
+            f"instep certificates {certificates} --hosts 1"
+        )
     listening = listen(args.port, args.address, encrypted=certificates is not None)
 
     def show(link: str) -> None:

@@ -30,6 +30,7 @@ from starlette.routing import Route
 
 from instep.dashboard.access import HEADERS, Access, Scope
 from instep.dashboard.compared import MOST_RUNS, compare
+from instep.dashboard.guard import KNOWN
 from instep.dashboard.listing import RunList
 from instep.dashboard.watch import Feed, Feeds
 from instep.errors import InstepError
@@ -47,7 +48,8 @@ CHART_FILES = ("uplot.css", "charts.css", "uplot.js", "charts.js")
 """Those that the report has too."""
 
 JSON = "application/json"
-_MOST_BODY = 4096
+_MOST_BODY, _BODY_S = 4096, 10.0
+"""Bytes of a token's message, and the seconds in which it has to come."""
 
 
 class Guarded:
@@ -64,6 +66,7 @@ class Guarded:
         if status := self._access.refusal(scope):
             await _refusal(status)(scope, receive, partial(_with_headers, send))
             return
+        scope[KNOWN] = scope["path"].startswith("/api/")
         await self._app(scope, receive, partial(_with_headers, send))
 
 
@@ -111,10 +114,14 @@ class RouteAnswers:
     async def session(self, request: Request) -> Response:
         """Exchange a token."""
         body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MOST_BODY:
-                return _refusal(413)
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > _MOST_BODY:
+                        return _refusal(413)
+        except TimeoutError:
+            return _refusal(408)
         cookie = self._access.exchange(body)
         if not cookie:
             return _refusal(403)

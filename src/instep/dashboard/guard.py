@@ -1,7 +1,7 @@
-"""Connections that send no request do not keep others out.
+"""Connections that show no session do not keep others out.
 
-Each may take so long to send its first request, and of those that have sent none there are so many
-at most: the oldest gives way. Way in: `GuardedProtocol`.
+Each may take so long to send its first request, and of those that have shown no session there are
+so many at most: the oldest gives way. Way in: `GuardedProtocol`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import asyncio
 from collections import OrderedDict
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_SILENT, MOST_OPEN, FIRST_REQUEST_S = 64, 256, 10.0
+MOST_UNKNOWN, MOST_OPEN, REQUEST_S = 64, 256, 10.0
 
-_silent = OrderedDict["GuardedProtocol", None]()
+KNOWN = "instep.known"
+"""In the scope of a request that has shown a session."""
+
+_unknown = OrderedDict["GuardedProtocol", None]()
 _open = OrderedDict["GuardedProtocol", None]()
 
 
@@ -24,20 +28,21 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it, and close another one if there are too many."""
         super().connection_made(transport)
-        _silent[self] = _open[self] = None
-        self._late = self.loop.call_later(FIRST_REQUEST_S, self._close_if_silent)
-        if len(_silent) > MOST_SILENT:
-            oldest = next(iter(_silent))
+        for each in [each for each in _unknown if each.has_shown_session]:
+            del _unknown[each]
+        _unknown[self] = _open[self] = None
+        self._late = self.loop.call_later(REQUEST_S, self._close_if_silent)
+        if len(_unknown) > MOST_UNKNOWN:
+            oldest = next(iter(_unknown))
             oldest._forget()  # now: of many that come at once, none may count until it is closed
             oldest.transport.abort()
         if len(_open) > MOST_OPEN:
             self.transport.abort()
 
-    def handle_events(self) -> None:
-        """Handle what has come; a whole request makes it no longer silent."""
-        super().handle_events()
-        if self.cycle is not None:
-            _silent.pop(self, None)
+    @property
+    def has_shown_session(self) -> bool:
+        """Whether its latest request did."""
+        return bool(self.scope and self.scope.get(KNOWN))  # type: ignore[redundant-expr]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
@@ -46,11 +51,11 @@ class GuardedProtocol(H11Protocol):
 
     def _forget(self) -> None:
         self._late.cancel()
-        _silent.pop(self, None)
+        _unknown.pop(self, None)
         _open.pop(self, None)
 
     def _close_if_silent(self) -> None:
-        if self in _silent:
+        if self.cycle is None or self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
 
     def __hash__(self) -> int:

@@ -78,6 +78,8 @@ def listen(port: int = 0, address: str = "", *, encrypted: bool = False) -> List
         SpecError: it is not loopback, and there are no certificates; or it cannot be used.
     """
     host = address or LOOPBACK
+    if not 0 <= port < 1 << 16:
+        raise SpecError(f"--port {port}: needs a number from 1 to 65535, or 0 for the first free.")
     if not is_loopback(host) and not encrypted:
         raise SpecError(
             f"--address {host}: other machines could read along. Give --certificates FOLDER too, "

@@ -289,3 +289,18 @@ def test_other_machines_are_refused_without_certificates(tmp_path, capsys):
     assert "--certificates FOLDER" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path / "nowhere")]) == 6
     assert not os.path.exists(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "70000"], "--port 70000: needs a number from 1 to 65535"),
+        (["--port", "-1"], "--port -1: needs"),
+        (["--certificates", "keys"], "--certificates keys: there is no such folder"),
+    ],
+)
+def test_wrong_words_are_refused_and_nothing_is_made(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["dashboard", ".", *words]) == SpecError.exit_code
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -74,6 +74,18 @@ def test_runs_are_listed_filtered_opened_and_compared(opened, runs):
     assert opened.locator("table.runs tbody tr").count() == 3
     opened.fill("input[type=search]", "failed")
     assert opened.locator("table.runs tbody tr").count() == 1
+    for condition, wanted in (("state=failed", 1), ("workers!=2", 1), ("state!=failed", 3)):
+        opened.fill("input[type=search]", condition)
+        assert opened.locator("table.runs tbody tr").count() == wanted
+    opened.fill("input[type=search]", "train.epochs=3")
+    assert 'instep list --where "train.epochs=3"' in opened.locator("main").inner_text()
+    opened.fill("input[type=search]", "")
+    shown = {}
+    for metric in ("accuracy", "accuracy:min"):  # as `instep list --best` says it
+        opened.select_option("select", metric)
+        shown[metric] = opened.locator("tr", has_text="other").locator("td").nth(4).inner_text()
+    assert shown == {"accuracy": "0.8667 at 48", "accuracy:min": "0.6 at 16"}
+    opened.select_option("select", "accuracy")
     opened.fill("input[type=search]", "o")
     opened.get_by_role("link", name="one", exact=True).click()
     opened.wait_for_selector("figure[data-drawn]")
@@ -174,8 +186,9 @@ def test_a_run_that_is_not_there_is_said_and_shown_as_soon_as_it_is(opened, runs
     assert "late: there is no such run." in opened.locator("main").inner_text()
     go(opened, "#/compare/late/later", ".cause")
     assert "None of these runs is here." in opened.locator(".cause").inner_text()
-    for kind in ("search", "run"):
-        go(opened, f"#/{kind}/none", f"h1:text-is('This {kind} is not here')")
+    for what in ("search/none", "run/none", "run/%"):  # the last one is cut within a character
+        kind = what.partition("/")[0]
+        go(opened, f"#/{what}", f"h1:text-is('This {kind} is not here')")
     opened.get_by_role("link", name="All runs").click()
     opened.wait_for_selector("td.name a")
     opened.said[:] = [text for text in opened.said if "404" not in text]

@@ -115,6 +115,13 @@ def test_off_the_host_it_speaks_tls_1_3_with_the_certificates_of_a_run_and_nothi
             assert b"HTTP" not in plain.recv(100)
 
 
+def half_a_token(host):
+    """A request whose body never comes."""
+    heads = [f"Host: {host}", f"Origin: http://{host}", "Content-Type: application/json"]
+    text = "\r\n".join(["POST /session HTTP/1.1", *heads, "Content-Length: 100", "", "{"])
+    return text.encode()
+
+
 def test_two_thousand_idle_connections_keep_nobody_out(runs):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2500:
@@ -128,6 +135,8 @@ def test_two_thousand_idle_connections_keep_nobody_out(runs):
                 each = idle.enter_context(socket.create_connection((host, int(port)), 30))
                 if number % 3 == 0:
                     each.sendall(b"GET / HTTP/1.1\r\nHost: ")  # and never more
+                if number % 3 == 1:
+                    each.sendall(half_a_token(server.host))
             for _ in range(20):
                 answer = server.ask("/api/alive", cookie)
                 assert answer.status == 200

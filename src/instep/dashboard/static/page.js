@@ -133,7 +133,7 @@
       this.picked = new Set();
       document.title = "runs · instep";
       where.replaceChildren(node("span", "/"), node("span", "runs"));
-      this.filter = Object.assign(node("input", ""), { type: "search", placeholder: "filter by name, state or metric>value" });
+      this.filter = Object.assign(node("input", ""), { type: "search", placeholder: "name, state, or a condition such as accuracy>0.9" });
       this.filter.setAttribute("aria-label", "Filter runs");
       this.metric = node("select", "");
       this.metric.setAttribute("aria-label", "Metric of which the best is shown");
@@ -173,10 +173,11 @@
       this.body = this.table.createTBody();
     }
 
-    // Best of the chosen metric: the least of a loss, the most of others, as `instep list --best`.
+    // Best of the chosen metric, as `instep list --best`: the least of `loss`, the most of others, or as `:min` says.
     best(data) {
-      const of = data.best && data.best[this.metric.value];
-      return of ? of[/loss|error/.test(this.metric.value) ? "least" : "most"] : null;
+      const [metric, least] = /^(.*):min$/.exec(this.metric.value)?.slice(1).concat(true) || [this.metric.value, this.metric.value === "loss"];
+      const of = data.best && data.best[metric];
+      return of ? of[least ? "least" : "most"] : null;
     }
 
     value(data, key) {
@@ -188,10 +189,11 @@
     update() {
       const all = Object.entries(this.store.sections).filter(([name]) => name.startsWith("row ")).map(([, row]) => row);
       const metrics = [...new Set(all.flatMap((row) => Object.keys(row.best || {})))].slice(0, 500);
-      if (this.metric.options.length !== metrics.length) {
+      const choices = metrics.flatMap((name) => (name === "loss" ? [name] : [name, `${name}:min`]));
+      if (this.metric.options.length !== choices.length) {
         const was = this.metric.value;
-        this.metric.replaceChildren(...metrics.map((name) => new Option(`best ${name}`, name)));
-        this.metric.value = metrics.includes(was) ? was : metrics.find((name) => name !== "loss") || metrics[0] || "";
+        this.metric.replaceChildren(...choices.map((name) => new Option(`best ${name}`, name)));
+        this.metric.value = choices.includes(was) ? was : metrics.find((name) => name !== "loss") || metrics[0] || "";
       }
       this.others(this.store.sections);
       const names = new Set(all.map((row) => row.name));
@@ -245,11 +247,23 @@
       this.rows.set(row.name, { line, box, data: row });
     }
 
+    // Conditions are those of `instep list --where`, on what a row has.
     passes(data) {
-      const text = this.filter.value.trim().toLowerCase(), parts = /^([\w./-]+)\s*(>=|<=|>|<)\s*(-?[\d.e+-]+)$/.exec(text);
-      if (!parts) return `${data.name} ${data.state || "unread"}`.toLowerCase().includes(text);
-      const value = (data.validation || {})[parts[1]] ?? data[parts[1]], wanted = Number(parts[3]);
-      return typeof value === "number" && { ">": value > wanted, "<": value < wanted, ">=": value >= wanted, "<=": value <= wanted }[parts[2]];
+      const text = this.filter.value.trim(), parts = /^([\w./:-]+)\s*(>=|<=|!=|=|>|<)\s*(.+)$/.exec(text);
+      if (!parts) return `${data.name} ${data.state || "unread"}`.toLowerCase().includes(text.toLowerCase());
+      const [, key, sign, written] = parts, value = (data.validation || {})[key] ?? data[key], wanted = Number(written);
+      if (value === undefined) return false;
+      const same = typeof value === "number" && !Number.isNaN(wanted) ? value === wanted : String(value) === written.replace(/^(["'])(.*)\1$/, "$2");
+      if (sign === "=" || sign === "!=") return same === (sign === "=");
+      return typeof value === "number" && { ">": value > wanted, "<": value < wanted, ">=": value >= wanted, "<=": value <= wanted }[sign];
+    }
+
+    // Why no run passes: a condition on something that rows do not have.
+    unknown() {
+      const key = /^([\w./:-]+)\s*(>=|<=|!=|=|>|<)/.exec(this.filter.value.trim())?.[1];
+      const has = (data) => data[key] !== undefined || (data.validation || {})[key] !== undefined;
+      if (!key || [...this.rows.values()].some((each) => has(each.data))) return "";
+      return `. No row has ${key}; by settings, instep list --where "${this.filter.value.trim()}" chooses.`;
     }
 
     sort() {
@@ -266,7 +280,7 @@
       for (const head of this.table.tHead.rows[0].cells) {
         if (head.dataset.key === key) head.setAttribute("aria-sort", down ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
       }
-      this.note.textContent = this.rows.size === 0 ? "No run yet. `instep run JOB` makes one." : `${View.count(lines.length)} of ${View.count(this.rows.size)} runs`;
+      this.note.textContent = this.rows.size === 0 ? "No run yet. `instep run JOB` makes one." : `${View.count(lines.length)} of ${View.count(this.rows.size)} runs${this.unknown()}`;
       this.buttons();
     }
 
@@ -319,8 +333,13 @@
     close() { this.closed = true; if (this.board) this.board.close(); }
   }
 
+  // A name in the address; one that was cut within a character stays as it is, and is no run.
+  const decode = (text) => {
+    try { return decodeURIComponent(text); } catch { return text; }
+  };
+
   const go = () => {
-    const [, kind, ...names] = location.hash.split("/"), decoded = names.map(decodeURIComponent);
+    const [, kind, ...names] = location.hash.split("/"), decoded = names.map(decode);
     if (page) page.close();
     page = kind === "pool" ? new PoolPage() : kind === "search" && decoded.length ? new SearchPage(decoded.join("/")) : kind === "run" && decoded.length ? new RunPage(decoded.join("/")) : kind === "compare" && decoded.length ? new ComparePage(decoded) : new ListPage();
   };
