@@ -19,6 +19,9 @@ import msgspec
 
 Scope = dict[str, Any]
 
+KNOWN = "instep.known"
+"""In the scope of a request: whether it has shown a session."""
+
 POLICY = "; ".join(
     [
         "default-src 'none'",

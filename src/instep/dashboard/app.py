@@ -28,9 +28,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from instep.dashboard.access import HEADERS, Access, Scope
+from instep.dashboard.access import HEADERS, KNOWN, Access, Scope
 from instep.dashboard.compared import MOST_RUNS, compare
-from instep.dashboard.guard import KNOWN
 from instep.dashboard.listing import RunList
 from instep.dashboard.watch import Feed, Feeds
 from instep.errors import InstepError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from instep.dashboard.so_far import StepsSoFar
+from instep.dashboard.so_far import SessionOf, StepsSoFar
 from instep.events import STEPS
 from instep.growing_file import Tail, size_of
 from instep.store.run_files import Records, check_steps
@@ -33,15 +33,17 @@ class EarlySteps:
 
     Args:
         path: of the file of records.
-        discards: as of `StepsSoFar`.
+        discards, session_of: as of `StepsSoFar`.
     """
 
-    def __init__(self, path: Path, discards: Sequence[tuple[float, int]]) -> None:
+    def __init__(
+        self, path: Path, discards: Sequence[tuple[float, int]], session_of: SessionOf
+    ) -> None:
         self._path = path
         self.count = size_of(path) // STEPS.itemsize
         self.steps: StepsSoFar | None = None
         """The results of all of them; None until they are read."""
-        self._found, self._tail = StepsSoFar(discards), Tail(path, STEPS.itemsize)
+        self._found, self._tail = StepsSoFar(discards, session_of), Tail(path, STEPS.itemsize)
         self._later: list[Records] = []
 
     @property

@@ -13,10 +13,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_UNKNOWN, MOST_OPEN, REQUEST_S = 64, 256, 10.0
+from instep.dashboard.access import KNOWN
 
-KNOWN = "instep.known"
-"""In the scope of a request that has shown a session."""
+MOST_UNKNOWN, MOST_OPEN, REQUEST_S = 64, 256, 10.0
 
 _unknown = OrderedDict["GuardedProtocol", None]()
 _open = OrderedDict["GuardedProtocol", None]()
@@ -42,7 +41,7 @@ class GuardedProtocol(H11Protocol):
     @property
     def has_shown_session(self) -> bool:
         """Whether its latest request did."""
-        return bool(self.scope and self.scope.get(KNOWN))  # type: ignore[redundant-expr]
+        return bool(self.scope and self.scope.get(KNOWN))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""

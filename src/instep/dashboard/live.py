@@ -18,7 +18,7 @@ from instep.checksums import table_of
 from instep.dashboard.early import AT_THE_END, EarlySteps
 from instep.dashboard.fold import PointsSoFar
 from instep.dashboard.logs import LogEnds
-from instep.dashboard.so_far import LedgerSoFar, StepsSoFar
+from instep.dashboard.so_far import LedgerSoFar, StepsSoFar, TimesSoFar
 from instep.errors import RunError, SpecError
 from instep.events import LEDGER, LEDGER_START, STEPS
 from instep.growing_file import Rewritten, Tail, size_of
@@ -27,7 +27,6 @@ from instep.report.figures.progress import Progress, Row
 from instep.report.terminal.status import EVERY, in_beats, status_table
 from instep.store.run_files import (
     Event,
-    Floats,
     Records,
     check_steps,
     existing,
@@ -38,7 +37,6 @@ from instep.store.run_files import (
 )
 from instep.store.run_folder import WINDOW, RunPlan
 from instep.store.run_members import RunMembers
-from instep.store.run_times import elapsed_in, seconds_of
 from instep.store.run_traffic import TrafficCounter
 from instep.vocabulary import wrong_in
 
@@ -49,46 +47,6 @@ Made = TypeVar("Made")
 
 _FREQUENT = ("traffic", "logged", "trial_progress", "participants_apart", "lag_measured")
 """Events of which there may be many, and of which only figures are kept."""
-
-
-class LiveTimes:
-    """The sessions of a run, as they come."""
-
-    def __init__(self) -> None:
-        self._sessions: list[tuple[float, float]] = []
-
-    def start(self, at: float) -> None:
-        """Begin a session, Unix seconds."""
-        self._sessions.append((at, at))
-
-    def reach(self, at: float) -> None:
-        """Note that something happened, Unix seconds."""
-        if self._sessions and at > self.end:
-            self._sessions[-1] = self.begin, at
-
-    @property
-    def begin(self) -> float:
-        """When the latest one began, Unix seconds; 0 if there is none."""
-        return self._sessions[-1][0] if self._sessions else 0.0
-
-    @property
-    def end(self) -> float:
-        """When the last thing happened, Unix seconds; 0 if nothing has."""
-        return self._sessions[-1][1] if self._sessions else 0.0
-
-    @property
-    def first(self) -> float | None:
-        """When the run began, Unix seconds."""
-        return self._sessions[0][0] if self._sessions else None
-
-    def elapsed(self, times: Floats | float) -> Floats:
-        """Give Unix times as seconds of this run; time between two sessions does not count."""
-        return elapsed_in(self._sessions, times)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the run has taken."""
-        return seconds_of(self._sessions)
 
 
 class LiveRun:
@@ -129,7 +87,7 @@ class LiveRun:
         """Values that callbacks have logged, by name."""
         self.traffic = TrafficCounter(_MOST_TIMES)
         self.steps, self.ledger = StepsSoFar(), LedgerSoFar(self.spec, check=self._figures)
-        self.times = LiveTimes()
+        self.times = TimesSoFar()
         self._now = self._clock()
         self.workers: list[Row] = []
         """A row for each, as of the last `status`."""
@@ -261,8 +219,9 @@ class LiveRun:
         returns = returns_in(self._kept)
         self._returns = len(returns)
         discards = [(float(e["time"]), step) for e, step in returns]
-        self.steps, recent = StepsSoFar(discards), list[Records]()
-        early = EarlySteps(self.path / "steps.bin", discards)
+        session_of = self.times.session_of
+        self.steps, recent = StepsSoFar(discards, session_of), list[Records]()
+        early = EarlySteps(self.path / "steps.bin", discards, session_of)
         if early.is_long:
             recent.append(self._counted(early.some())[-AT_THE_END:])
             self._steps_tail = Tail(self.path / "steps.bin", STEPS.itemsize, early.end)

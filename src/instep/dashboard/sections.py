@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from instep.dashboard.live import LiveRun
 from instep.dashboard.logs import LogEnds
 from instep.report.figures.identity import flat
 from instep.report.figures.participants import of_participants
+from instep.report.figures.progress import Row
 from instep.report.figures.proof import prove
 from instep.report.figures.summary import (
     cause_words,
@@ -31,7 +32,7 @@ from instep.report.figures.summary import (
 )
 from instep.report.terminal.screen import notice, progress_words
 from instep.report.terminal.status import Status, next_commands
-from instep.store.run_files import PARTS, Event
+from instep.store.run_files import PARTS, Event, Floats
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count, readable_seconds
 from instep.words import command
@@ -62,19 +63,27 @@ def live_sections(run: LiveRun, state: str) -> dict[str, Any]:
         text = f"{opening} after {readable_seconds(run.times.seconds)}, "
         text += f"{readable_count(run.last_step)} steps."
     ended = {"completed": "good", "running": "live", "failed": "bad"}
+    verdict = {"mark": ended.get(state, "calm"), "text": text}
     audit = run.ledger.as_table()
+    audit_text, over = _audit_words(audit), state != "running"
+    summary = _written_summary(run.path) if over else None
+    if summary is not None:
+        with suppress(KeyError, TypeError, ValueError):  # another version may lack a field
+            mark, text = verdict_of(summary, over=True)
+            audit_text = _used_words(summary)
+            verdict = {"mark": mark, "text": text}
     resume = command("resume", run.path)
     return {
         **run.once("shared", lambda: _shared(run, run.times.elapsed)),
         "participants": _participants(run),
         "logs": run.logs.look(),
         "read": None if run.share_read == 1.0 else round(run.share_read, 2),
-        "verdict": {"mark": ended.get(state, "calm"), "text": text},
+        "verdict": verdict,
         "status": status,
-        "summary": None,
+        "summary": summary,
         "seconds": round(run.times.seconds, 1),
-        "workers": _live_workers(run),
-        "audit": {**audit, "text": _audit_words(audit)},
+        "workers": _live_workers(run, over=over and run.share_read == 1.0),
+        "audit": {**audit, "text": audit_text},
         "next": next_commands(run.path, state, run.last_step, resume, run.joined),
     }
 
@@ -86,7 +95,6 @@ def settled_sections(folder: RunFolder) -> dict[str, Any]:
     proof = prove(folder)
     audit = {key: value for key, value in proof.as_table().items() if key != "epochs"}
     audit["untiled_steps"] = len(proof.untiled)
-    used = readable_count(summary["samples"])
     return {
         **_shared(folder, folder.times.elapsed),
         "participants": _participants(folder),
@@ -97,7 +105,7 @@ def settled_sections(folder: RunFolder) -> dict[str, Any]:
         "summary": _written_summary(folder.path) or summary,
         "seconds": round(folder.times.seconds, 1),
         "workers": _settled_workers(folder, status),
-        "audit": {**audit, "text": f"{used} samples, {exactness_words(summary)}."},
+        "audit": {**audit, "text": _used_words(summary)},
         "next": status.next_commands(),
     }
 
@@ -176,6 +184,11 @@ def _words(event: Event, generations: int, servers: Collection[int]) -> str:
     return f"{said}: {cause_words(event)}" if what == "worker_failed" else said
 
 
+def _used_words(summary: Mapping[str, Any]) -> str:
+    used = readable_count(summary["samples"])
+    return f"{used} samples, {exactness_words(dict(summary))}."
+
+
 def _audit_words(audit: Mapping[str, Any]) -> str:
     used = readable_count(audit["used"])
     if audit["wrong_steps"]:
@@ -187,15 +200,38 @@ def _audit_words(audit: Mapping[str, Any]) -> str:
     return f"{used} samples used; whether each was used once is checked at the end."
 
 
-def _live_workers(run: LiveRun) -> list[dict[str, Any]]:
+def _live_workers(run: LiveRun, *, over: bool) -> list[dict[str, Any]]:
     rows = run.workers
     if len(rows) > _MOST_WORKERS:
         rows, _ = run.progress.rows(_MOST_WORKERS)
+    whole = max(sum(each.samples for each in run.steps.workers.values()), 1.0)
     found = []
     for row in rows:
-        parts = run.steps.parts.get(int(row.name)) if row.name.isdigit() else None
-        found.append({**row._asdict(), "parts": _parts(parts)})
-    return sorted(found, key=lambda each: (not each["name"].isdigit(), each["name"].zfill(9)))
+        number = int(row.name) if row.name.isdigit() else -1
+        if over and number in run.steps.workers:
+            mine = run.steps.workers[number]
+            found.append(_ended_row(row, mine.samples, whole, mine.seconds, mine.parts))
+        else:
+            found.append({**row._asdict(), "parts": _parts(run.steps.parts.get(number))})
+    return sorted(found, key=_by_name)
+
+
+def _ended_row(
+    row: Row, samples: float, whole: float, took: float, seconds: Sequence[float] | Floats
+) -> dict[str, Any]:
+    """Figures of a worker of a run that has ended: of all its steps."""
+    wait = float(seconds[PARTS.index("wait")])
+    table = {
+        **row._asdict(),
+        "share": samples / whole,
+        "rate": samples / took if took else 0.0,
+        "wait": wait / took if took else 0.0,
+    }
+    return {**table, "parts": _parts(seconds)}
+
+
+def _by_name(row: Mapping[str, Any]) -> tuple[bool, str]:
+    return not row["name"].isdigit(), row["name"].zfill(9)
 
 
 def _parts(seconds: Any) -> dict[str, float] | None:
@@ -207,21 +243,15 @@ def _parts(seconds: Any) -> dict[str, float] | None:
 
 def _settled_workers(folder: RunFolder, status: Status) -> list[dict[str, Any]]:
     rows, _ = status.progress.rows(_MOST_WORKERS)
+    whole = max(float(folder.steps["samples"].sum()), 1.0)
     found = []
     for row in rows:
-        split = time_split(folder, int(row.name)) if row.name.isdigit() else {}
-        seconds = [split.get(part, 0.0) for part in PARTS]
-        mine = folder.steps_of(int(row.name)) if row.name.isdigit() else folder.steps[:0]
-        total = max(int(folder.steps["samples"].sum()), 1)
-        took = folder.times.training_seconds(int(row.name)) if len(mine) else 0.0
-        table = {
-            **row._asdict(),
-            "share": float(mine["samples"].sum()) / total,
-            "rate": float(mine["samples"].sum()) / took if took else 0.0,
-            "wait": split.get("wait", 0.0) / took if took else 0.0,
-        }
-        found.append({**table, "parts": _parts(seconds)})
-    return sorted(found, key=lambda each: (not each["name"].isdigit(), each["name"].zfill(9)))
+        number = int(row.name) if row.name.isdigit() else -1
+        mine, split = folder.steps_of(number), time_split(folder, number)
+        took = folder.times.training_seconds(number) if len(mine) else 0.0
+        seconds = [split[part] for part in PARTS]
+        found.append(_ended_row(row, float(mine["samples"].sum()), whole, took, seconds))
+    return sorted(found, key=_by_name)
 
 
 def look_at(path: Path) -> list[tuple[str, int, int, int]] | None:

@@ -1,11 +1,12 @@
-"""Results of the records of a run so far, without keeping them: curves, parts of steps, audit.
+"""Results of the records of a run so far, which are not kept: times, curves, parts of steps, audit.
 
 Records come in the order of the files, in pieces of any size. Ways in: `StepsSoFar`, `LedgerSoFar`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from instep.job.spec import JobSpec
 from instep.report.figures.proof import untiled
 from instep.store.run_files import PARTS, Event, Floats, Records, step_ends, with_possible_times
 from instep.store.run_folder import RunPlan, last_whole_step
+from instep.store.run_times import elapsed_in, seconds_of
 
 OPEN = 256
 """Steps that may still get records of other workers, or be computed again."""
@@ -34,28 +36,119 @@ _TAIL = 512
 PARTS_S = [f"{part}_s" for part in PARTS]
 
 
+class TimesSoFar:
+    """The sessions of a run, as they come."""
+
+    def __init__(self) -> None:
+        self._sessions: list[tuple[float, float]] = []
+
+    def start(self, at: float) -> None:
+        """Begin a session, Unix seconds."""
+        self._sessions.append((at, at))
+
+    def reach(self, at: float) -> None:
+        """Note that something happened, Unix seconds."""
+        if self._sessions and at > self.end:
+            self._sessions[-1] = self.begin, at
+
+    @property
+    def begin(self) -> float:
+        """When the latest one began, Unix seconds; 0 if there is none."""
+        return self._sessions[-1][0] if self._sessions else 0.0
+
+    @property
+    def end(self) -> float:
+        """When the last thing happened, Unix seconds; 0 if nothing has."""
+        return self._sessions[-1][1] if self._sessions else 0.0
+
+    @property
+    def first(self) -> float | None:
+        """When the run began, Unix seconds."""
+        return self._sessions[0][0] if self._sessions else None
+
+    def session_of(self, times: Floats) -> NDArray[np.int64]:
+        """Number the session of each of some Unix times, from 0."""
+        return np.searchsorted([begin for begin, _ in self._sessions[1:]], times)
+
+    def elapsed(self, times: Floats | float) -> Floats:
+        """Give Unix times as seconds of this run; time between two sessions does not count."""
+        return elapsed_in(self._sessions, times)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run has taken."""
+        return seconds_of(self._sessions)
+
+
+SessionOf = Callable[[Floats], NDArray[np.int64]]
+"""From Unix times to the numbers of the sessions of a run in which they are."""
+
+
+def only_session(times: Floats) -> NDArray[np.int64]:
+    """Number the sessions of a run that was started once."""
+    return np.zeros(len(times), np.int64)
+
+
+class WorkerTotals:
+    """Samples and seconds of one worker in the whole run, as `summary.json` counts them."""
+
+    def __init__(self) -> None:
+        self.samples = 0.0
+        self.parts: Floats = np.zeros(len(PARTS))
+        """Seconds of each part of its steps, [parts]; `PARTS` names them."""
+        self._spans: dict[int, tuple[float, float]] = {}
+
+    def count(self, steps: Records) -> None:
+        """Count records of steps that count."""
+        self.samples += float(steps["samples"].sum())
+        self.parts += [float(steps[part].sum(dtype=np.float64)) for part in PARTS_S]
+
+    def span(self, steps: Records, session_of: SessionOf) -> None:
+        """See when steps were computed, those that were discarded too."""
+        ends, sessions = step_ends(steps), session_of(steps["begin"])
+        for number in np.unique(sessions).tolist():
+            mine = sessions == number
+            begin, end = float(steps["begin"][mine].min()), float(ends[mine].max())
+            before = self._spans.get(number, (begin, end))
+            self._spans[number] = min(begin, before[0]), max(end, before[1])
+
+    @property
+    def seconds(self) -> float:
+        """From the begin of its first step to the end of its last, over the sessions."""
+        return sum(end - begin for begin, end in self._spans.values())
+
+
 class StepsSoFar:
     """Takes records of steps.
 
     Args:
         discards: events at which the run went back: Unix seconds, and the step it went back to.
+        session_of: tells sessions apart.
     """
 
-    def __init__(self, discards: Sequence[tuple[float, int]] = ()) -> None:
-        self._discards = discards
+    def __init__(
+        self, discards: Sequence[tuple[float, int]] = (), session_of: SessionOf = only_session
+    ) -> None:
+        self._discards, self._session_of = discards, session_of
         self._loss, self._norm = Fold(), Fold()
         self._open: Records = np.zeros(0, STEPS)
         self.records, self.begin, self.end = 0, 0.0, 0.0
         """How many there were; when the first step began and the last one ended, Unix seconds."""
         self.parts: dict[int, Floats] = {}
         """Seconds of each part of recent steps, by worker, [parts]; `PARTS` names them."""
+        self.workers = defaultdict[int, WorkerTotals](WorkerTotals)
+        """Totals by worker."""
 
     def take(self, steps: Records) -> Records:
         """Take records; returns those that count, [any] of `STEPS`."""
+        for worker, mine in _by_worker(with_possible_times(steps)):
+            self.workers[worker].span(mine, self._session_of)
         for time, step in self._discards:
             steps = steps[(steps["step"] <= step) | (steps["begin"] >= time)]
         if not len(steps):
             return steps
+        for worker, mine in _by_worker(steps):
+            self.workers[worker].count(mine)
         recent = with_possible_times(steps[-_RECENT:])
         self.records += len(steps)
         self.begin = self.begin or float(steps["begin"].min())
@@ -87,6 +180,11 @@ class StepsSoFar:
         loss, norm = self._loss.copy(), self._norm.copy()
         _fold(self._open, loss, norm)
         return loss, norm
+
+
+def _by_worker(steps: Records) -> Iterator[tuple[int, Records]]:
+    for worker in np.flatnonzero(np.bincount(steps["worker"])).tolist():
+        yield worker, steps[steps["worker"] == worker]
 
 
 def _fold(steps: Records, loss: Fold, norm: Fold) -> None:

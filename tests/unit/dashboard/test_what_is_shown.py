@@ -11,7 +11,7 @@ import pytest
 
 from instep import growing_file
 from instep.cli import main
-from instep.dashboard import early
+from instep.dashboard import early, live, watch
 from instep.dashboard.compared import compare
 from instep.dashboard.curves import live_charts, plain, settled_charts
 from instep.dashboard.listing import RunList
@@ -97,6 +97,39 @@ def test_a_run_that_has_ended_is_shown_with_the_figures_of_status_summary_and_re
     assert seen.sections["verdict"]["mark"] == "good"
     assert [row["name"] for row in seen.sections["workers"]] == ["0", "1", "2"]
     assert sum(row["share"] for row in seen.sections["workers"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_long_run_that_has_ended_has_the_same_figures_and_is_not_read_at_once(
+    run, monkeypatch, resumed
+):
+    if resumed:
+        events, steps = (
+            list(read_events(run / "events.jsonl")),
+            np.fromfile(run / "steps.bin", STEPS),
+        )
+        later_s = events[-1]["time"] + 5.0 - events[0]["time"]
+        second = [{**e, "time": e["time"] + later_s} for e in events if e.get("step", 99) > 20]
+        second[0] = {**second[0], "resumed_step": 20}
+        write_events(run, [*events, *second])
+        again = steps[steps["step"] > 20].copy()
+        again["begin"] += later_s
+        np.concatenate([steps, again]).tofile(run / "steps.bin")
+    (run / "summary.json").write_text(json.dumps(summarise(RunFolder(run))))
+    settled = WatchedRun(run).look().sections
+    monkeypatch.setattr(watch, "SETTLED_BYTES", 0)
+    monkeypatch.setattr(live, "_LEDGER_S", 0.0)
+    watched, seen = WatchedRun(run), None
+    while (looked := watched.look()) is not None:
+        seen = looked.sections
+    for name in ("verdict", "summary", "next", "logs"):
+        assert seen[name] == settled[name], name
+    assert seen["audit"]["text"] == settled["audit"]["text"]
+    for mine, theirs in zip(seen["workers"], settled["workers"], strict=True):
+        figures = {key: mine.pop(key) for key in ("share", "rate", "wait")}
+        assert figures == pytest.approx({key: theirs.pop(key) for key in figures})
+        assert mine.pop("parts") == pytest.approx(theirs.pop("parts"), abs=2e-4)
+        assert mine == theirs
 
 
 def test_while_a_run_trains_the_page_says_what_status_says(run, capsys):
