@@ -31,11 +31,18 @@ SETTINGS: dict[str, object] = {"train.global_batch": 128}
 ORDER = (True, False, False, True)
 
 
-def read(server: Served) -> None:
-    """Be a page."""
-    with suppress(OSError, http.client.HTTPException):
-        for _ in server.stream("?run=bench"):
-            pass
+class Page(threading.Thread):
+    """A reader of the run's stream, which counts its messages."""
+
+    def __init__(self, server: Served) -> None:
+        super().__init__(daemon=True)
+        self._server, self.messages = server, 0
+
+    def run(self) -> None:
+        """Read until the server ends."""
+        with suppress(OSError, http.client.HTTPException):
+            for _ in self._server.stream("?run=bench"):
+                self.messages += 1
 
 
 def take_turns(server: Served, rounds: int, turn_s: float) -> list[tuple[bool, float, float]]:
@@ -98,15 +105,19 @@ def measure(rounds: int, turn_s: float) -> dict[str, object]:
             programs["bench"] = program("recipes/mlp.py:recipe", SETTINGS, folder)
             wait_for_steps(lambda: len(times_of(folder)), 20, 600.0)
             server = Served(folder)
-            for _ in range(PAGES):
-                threading.Thread(target=read, args=(server,), daemon=True).start()
+            pages = [Page(server) for _ in range(PAGES)]
+            for page in pages:
+                page.start()
             time.sleep(3.0)
             used = server.cpu_s()
             turns = take_turns(server, rounds, turn_s)
             share = (server.cpu_s() - used) / (2 * rounds * turn_s)
             time.sleep(1.0)  # records are sent a few times a second
             times = times_of(folder)
+            messages = [page.messages for page in pages]
             server.close()
+    if min(messages) < rounds * turn_s:
+        raise SystemExit(f"the pages did not watch: they got {messages} messages")
     ratios = ratios_of(times, turns)
     mean = mean_of(ratios)
     print(f"watched over not: {mean['mean']:.4f} ({mean['low']:.4f} to {mean['high']:.4f})")
@@ -114,6 +125,7 @@ def measure(rounds: int, turn_s: float) -> dict[str, object]:
     step = statistics.median(step_s(times, begin, end) for _, begin, end in turns)
     return {
         "pages": PAGES,
+        "messages": messages,
         "load_before": load,
         "rounds": rounds,
         "turn_s": turn_s,

@@ -6,6 +6,7 @@ stands for several steps. Ways in: `live_charts`, `settled_charts`, and `changes
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from instep.dashboard.fold import Fold, PointsSoFar
 from instep.dashboard.live import LiveRun
 from instep.report.figures.curves import charts, has_low_values_mostly
 from instep.report.figures.summary import OWN
-from instep.store.run_files import Floats, Records
+from instep.store.run_files import Event, Floats, Records
 from instep.store.run_folder import RunFolder
 
 _SPEEDS, _DIGITS = 160, 6  # digits of %.6g
@@ -111,13 +112,17 @@ def _held(run: LiveRun, line: Values) -> Values:
 
 def _validations(run: LiveRun) -> dict[str, Values]:
     """By metric, in the order in which the first validation has them."""
-    found: dict[str, PointsSoFar] = {}
-    for event in run.named("validated"):
+    found = run.once("validations", lambda: _folded(run.named("validated")))
+    return {name: _line(run, points.fold()) for name, points in found.items()}
+
+
+def _folded(validations: list[Event]) -> dict[str, PointsSoFar]:
+    found = defaultdict[str, PointsSoFar](PointsSoFar)
+    for event in validations:
         for name, value in (event.get("metrics") or {}).items():
             if isinstance(value, int | float):
-                points = found.setdefault(name, PointsSoFar())
-                points.add(event["step"], float(value), float(event["time"]))
-    return {name: _line(run, points.fold()) for name, points in found.items()}
+                found[name].add(event["step"], float(value), float(event["time"]))
+    return found
 
 
 def _speed(run: LiveRun, loss: Fold) -> Values:

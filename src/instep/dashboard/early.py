@@ -37,7 +37,7 @@ class EarlySteps:
     """
 
     def __init__(
-        self, path: Path, discards: Sequence[tuple[float, int]], session_of: SessionOf
+        self, path: Path, discards: Sequence[tuple[float, int]], session_of: SessionOf | None
     ) -> None:
         self._path = path
         self.count = size_of(path) // STEPS.itemsize

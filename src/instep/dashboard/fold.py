@@ -24,6 +24,7 @@ _MOST_NEW = 4096
 
 _PLACES = {"points": 0.0, "known": 0.0, "total": 0.0, "low": np.inf, "high": -np.inf}
 _EMPTY = {**_PLACES, "last": -1.0, "time": -np.inf}
+_COLUMN = np.array([[empty] for empty in _EMPTY.values()])
 
 
 TimesAt = Callable[[NDArray[np.int64]], Floats]
@@ -43,7 +44,9 @@ class Fold:
 
     def __init__(self, most: int = MOST) -> None:
         self._most, self.width = most, 1
-        self._fill(np.repeat([[empty] for empty in _EMPTY.values()], most, axis=1))
+        rows = np.empty((len(_EMPTY), most))
+        rows[:] = _COLUMN
+        self._fill(rows)
 
     def _fill(self, rows: Floats) -> None:
         self._rows = rows

@@ -51,7 +51,7 @@ class RunList:
     """
 
     def __init__(self, folder: Path, pool: Path | None = None) -> None:
-        self.single = (folder / "job.toml").is_file()
+        self.single = (folder / "job.toml").is_file() and _has_begun(folder)
         self.folder = folder.resolve().parent if self.single else folder.resolve()
         self._only = folder.resolve().name if self.single else ""
         self._rows: dict[str, tuple[Any, Row]] = {}
@@ -180,6 +180,11 @@ class RunList:
         events = run.named("validated")
         more = {"samples_per_s": status["samples_per_s"], "eta_s": status["eta_s"]}
         return _row(state, events, run.last("model_saved"), more)
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether it is a run's folder, and not one that somebody has put a job into."""
+    return any((path / name).exists() for name in ("run.id", "events.jsonl"))
 
 
 def _may_be_shown(path: Path) -> bool:

@@ -219,7 +219,7 @@ class LiveRun:
         returns = returns_in(self._kept)
         self._returns = len(returns)
         discards = [(float(e["time"]), step) for e, step in returns]
-        session_of = self.times.session_of
+        session_of = self.times.session_of if self._figures else None
         self.steps, recent = StepsSoFar(discards, session_of), list[Records]()
         early = EarlySteps(self.path / "steps.bin", discards, session_of)
         if early.is_long:

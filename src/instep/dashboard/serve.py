@@ -31,6 +31,8 @@ LOOPBACK = "127.0.0.1"
 LAST_LOOK_S = 1.0
 """Seconds in which open pages are told how a run has ended, before the process beside it ends."""
 _LOOK_S = 0.05
+_NICE = 19
+"""How far those who train come first, as of `nice`."""
 PORTS = range(8600, 8650)
 """The first free one is taken where none is given."""
 
@@ -160,6 +162,7 @@ def serve(
             tell(new)
             say(at.link(new))
 
+        os.nice(_NICE)
         access = Access(at.hosts, at.scheme, at.port, token, used, secret)
         with ThreadPoolExecutor(2) as executor:
             app: Any = make_app(RunList(runs, pool), access, executor)

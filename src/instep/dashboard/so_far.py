@@ -84,11 +84,6 @@ SessionOf = Callable[[Floats], NDArray[np.int64]]
 """From Unix times to the numbers of the sessions of a run in which they are."""
 
 
-def only_session(times: Floats) -> NDArray[np.int64]:
-    """Number the sessions of a run that was started once."""
-    return np.zeros(len(times), np.int64)
-
-
 class WorkerTotals:
     """Samples and seconds of one worker in the whole run, as `summary.json` counts them."""
 
@@ -123,11 +118,13 @@ class StepsSoFar:
 
     Args:
         discards: events at which the run went back: Unix seconds, and the step it went back to.
-        session_of: tells sessions apart.
+        session_of: tells sessions apart; without it, no totals of workers are kept.
     """
 
     def __init__(
-        self, discards: Sequence[tuple[float, int]] = (), session_of: SessionOf = only_session
+        self,
+        discards: Sequence[tuple[float, int]] = (),
+        session_of: SessionOf | None = None,
     ) -> None:
         self._discards, self._session_of = discards, session_of
         self._loss, self._norm = Fold(), Fold()
@@ -141,14 +138,16 @@ class StepsSoFar:
 
     def take(self, steps: Records) -> Records:
         """Take records; returns those that count, [any] of `STEPS`."""
-        for worker, mine in _by_worker(with_possible_times(steps)):
-            self.workers[worker].span(mine, self._session_of)
+        if self._session_of is not None:
+            for worker, mine in _by_worker(with_possible_times(steps)):
+                self.workers[worker].span(mine, self._session_of)
         for time, step in self._discards:
             steps = steps[(steps["step"] <= step) | (steps["begin"] >= time)]
         if not len(steps):
             return steps
-        for worker, mine in _by_worker(steps):
-            self.workers[worker].count(mine)
+        if self._session_of is not None:
+            for worker, mine in _by_worker(steps):
+                self.workers[worker].count(mine)
         recent = with_possible_times(steps[-_RECENT:])
         self.records += len(steps)
         self.begin = self.begin or float(steps["begin"].min())

@@ -241,6 +241,15 @@ def test_the_list_has_what_the_command_says_of_each_run(tmp_path):
         assert runs.rows()["cut"]["state"] == "running"
 
 
+def test_a_folder_of_runs_may_have_a_job_in_it(tmp_path):
+    make_run(tmp_path / "one")
+    (tmp_path / "job.toml").write_text('recipe = "mine.py:recipe"')
+    runs = RunList(tmp_path)
+    assert (runs.single, [*runs.rows()]) == (False, ["one"])
+    runs = RunList(tmp_path / "one")
+    assert (runs.single, [*runs.rows()]) == (True, ["one"])
+
+
 def test_runs_are_compared_by_curves_and_by_what_their_jobs_differ_in(tmp_path):
     paths = [make_run(tmp_path / f"r{n}", workers=n, epochs=8) for n in (1, 2)]
     found = compare([*paths, tmp_path])

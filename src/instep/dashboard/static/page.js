@@ -3,6 +3,7 @@
 (() => {
   const { node, number, seconds } = Charts, { Follower, Store, Stream, WORDS, say } = Streams;
   const main = document.getElementById("main"), where = document.getElementById("where");
+  const ROWS = 100; // that are made at once: the next when the end of these comes into view
   let page = null;
 
   const address = (kind, names) => `#/${kind}/${names.map(encodeURIComponent).join("/")}`;
@@ -145,12 +146,18 @@
       const scroll = node("div", "", "scroll");
       scroll.append(this.table);
       this.note = node("p", "", "note");
+      this.more = Object.assign(node("button", "More"), { type: "button", hidden: true });
+      this.most = ROWS;
       this.beside = node("div", "");
-      main.replaceChildren(this.beside, View.section("Runs", bar, this.note, scroll));
+      main.replaceChildren(this.beside, View.section("Runs", bar, this.note, scroll, this.more));
       this.order = { key: "began", down: true };
       this.heads();
       this.filter.addEventListener("input", () => this.sort());
-      this.metric.addEventListener("change", () => { for (const each of this.rows.values()) each.data = null; this.update(); });
+      this.metric.addEventListener("change", () => { for (const each of this.rows.values()) each.drawn = null; this.sort(); });
+      const further = () => { this.most += ROWS; this.sort(); };
+      this.more.addEventListener("click", further);
+      this.end = new IntersectionObserver((seen) => { if (seen.some((each) => each.isIntersecting)) further(); });
+      this.end.observe(this.more);
       this.all.addEventListener("click", () => this.pickAll());
       this.compare.addEventListener("click", () => { location.hash = address("compare", [...this.picked]); });
       this.stream = new Stream("", (message) => { this.store.take(message); this.update(); }, () => {});
@@ -197,10 +204,11 @@
       }
       this.others(this.store.sections);
       const names = new Set(all.map((row) => row.name));
-      for (const [name, each] of this.rows) if (!names.has(name)) { each.line.remove(); this.rows.delete(name); this.picked.delete(name); }
+      for (const name of this.rows.keys()) if (!names.has(name)) { this.rows.delete(name); this.picked.delete(name); }
       for (const row of all) {
         const known = this.rows.get(row.name);
-        if (!known || known.data !== row) this.draw(row, known);
+        if (known) known.data = row;
+        else this.rows.set(row.name, { data: row, drawn: null, line: null, box: null });
       }
       const about = this.store.sections.about;
       if (about && about.single && all.length === 1 && !this.jumped && location.hash === "#/") { this.jumped = true; location.replace(address("run", [all[0].name])); return; }
@@ -223,11 +231,16 @@
       this.beside.replaceChildren(...shown);
     }
 
-    draw(row, known) {
-      const line = known ? known.line : document.createElement("tr");
-      const box = known ? known.box : Object.assign(document.createElement("input"), { type: "checkbox" });
+    // Makes the elements of a row, when it is first to be seen, and where its figures have changed.
+    draw(each) {
+      const row = each.drawn = each.data;
+      if (!each.line) {
+        each.line = document.createElement("tr");
+        each.box = Object.assign(document.createElement("input"), { type: "checkbox", checked: this.picked.has(row.name) });
+        each.box.addEventListener("change", () => { this.picked[each.box.checked ? "add" : "delete"](row.name); this.buttons(); });
+      }
+      const { line, box } = each;
       box.setAttribute("aria-label", `select ${row.name}`);
-      if (!known) box.addEventListener("change", () => { this.picked[box.checked ? "add" : "delete"](row.name); this.buttons(); });
       const anchor = node("a", row.name);
       anchor.href = address("run", [row.name]);
       const cell = (content, className) => { const made = node("td", "", className || ""); made.append(content); return made; };
@@ -244,7 +257,6 @@
         steps.append(View.progress(row.step, row.state === "completed" ? row.step : row.steps), node("span", row.steps ? `${View.count(row.step)} / ${View.count(row.steps)}` : View.count(row.step)));
         line.replaceChildren(cell(box), cell(anchor, "name"), cell(how), cell(steps), cell(shown, "num"), cell(View.count(row.samples_per_s), "num"), cell(View.count(row.workers), "num"), cell(seconds(row.seconds), "num"), cell(row.began ? new Date(row.began * 1000).toLocaleString("sv-SE").slice(0, 16) : "–", "num"));
       }
-      this.rows.set(row.name, { line, box, data: row });
     }
 
     // Conditions are those of `instep list --where`, on what a row has.
@@ -275,18 +287,25 @@
         return sign * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y);
       });
       this.shown = shown.map((each) => each.data.name);
-      const lines = shown.map((each) => each.line);
+      const seen = shown.slice(0, this.most);
+      for (const each of seen) if (each.drawn !== each.data) this.draw(each);
+      const lines = seen.map((each) => each.line);
+      this.more.hidden = shown.length <= seen.length;
       if (lines.length !== this.body.children.length || lines.some((line, at) => this.body.children[at] !== line)) this.body.replaceChildren(...lines);
       for (const head of this.table.tHead.rows[0].cells) {
         if (head.dataset.key === key) head.setAttribute("aria-sort", down ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
       }
-      this.note.textContent = this.rows.size === 0 ? "No run yet. `instep run JOB` makes one." : `${View.count(lines.length)} of ${View.count(this.rows.size)} runs${this.unknown()}`;
+      this.note.textContent = this.rows.size === 0 ? "No run yet. `instep run JOB` makes one." : `${View.count(shown.length)} of ${View.count(this.rows.size)} runs${this.unknown()}`;
       this.buttons();
     }
 
     pickAll() {
       const on = this.shown.slice(0, 250), every = on.every((name) => this.picked.has(name));
-      for (const name of on) { this.rows.get(name).box.checked = !every; this.picked[every ? "delete" : "add"](name); }
+      for (const name of on) {
+        const { box } = this.rows.get(name);
+        if (box) box.checked = !every;
+        this.picked[every ? "delete" : "add"](name);
+      }
       this.buttons();
     }
 
@@ -295,7 +314,7 @@
       this.compare.textContent = this.picked.size > 1 ? `Compare ${this.picked.size}` : "Compare";
     }
 
-    close() { this.stream.end(); }
+    close() { this.stream.end(); this.end.disconnect(); }
   }
 
   class ComparePage {

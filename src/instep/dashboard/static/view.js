@@ -4,7 +4,8 @@
 const View = (() => {
   const { node, number, seconds, short } = Charts;
   const PARTS = ["load", "forward", "backward", "wait", "wire", "update", "save"];
-  const count = (v) => (v === null || v === undefined ? "–" : Math.round(v).toLocaleString("en-US"));
+  const grouped = new Intl.NumberFormat("en-US");
+  const count = (v) => (v === null || v === undefined ? "–" : grouped.format(Math.round(v)));
   const share = (v) => (v === null || v === undefined ? "–" : `${Math.round(100 * v)} %`);
   const bytes = (v) => (v ? short(v, "B").replace("k", " k").replace("M", " M").replace("G", " G") : "–");
 
