@@ -303,7 +303,8 @@ def long_run(runs: Path, steps: int) -> dict[str, Any]:
 
 
 def many_runs(runs: Path, count: int, overlaid: int) -> dict[str, Any]:
-    """How long it takes to list many runs, and to lay some over each other."""
+    """How long it takes to list many runs, and to lay some over each other: the server's answer,
+    and in a browser."""
     for number in range(count):
         path = make_run(runs / f"run-{number}", epochs=3)
         (path / "run.id").write_text(str(number))
@@ -322,7 +323,33 @@ def many_runs(runs: Path, count: int, overlaid: int) -> dict[str, Any]:
     compared = {"runs": overlaid, "s": round(time.perf_counter() - began, 2), "bytes": len(data)}
     compared["cpu_s"] = round(server.cpu_s() - used, 2)
     server.close()
-    return {"listed": listing, "overlaid": compared}
+    return {"listed": listing, "overlaid": compared, "seen": many_seen(runs, overlaid)}
+
+
+def many_seen(runs: Path, overlaid: int) -> dict[str, float] | None:
+    """Seconds until the rows that fit the window are there, and until the curves are drawn, in
+    Chromium; None where that is not installed."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return None
+    with sync_playwright() as tools:
+        server = Served(runs)
+        browser = tools.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto("about:blank")
+        began = time.perf_counter()
+        page.goto(server.link)
+        page.wait_for_selector("table.runs tbody tr:nth-child(100)", state="attached")
+        listed = time.perf_counter() - began
+        names = json.dumps("/".join(f"run-{n}" for n in range(overlaid)))
+        began = time.perf_counter()
+        page.evaluate(f"location.hash = '#/compare/' + {names}")
+        page.wait_for_selector("figure[data-drawn]", timeout=300_000)
+        drawn = time.perf_counter() - began
+        browser.close()
+        server.close()
+        return {"listed_s": round(listed, 2), "overlaid_s": round(drawn, 2)}
 
 
 def page_bytes(runs: Path) -> int:

@@ -23,13 +23,14 @@ def memory(result: Any) -> Answer:
 
 def listed(result: Any) -> Answer:
     many = result["many"]["listed"]
-    spread = f"{many['cpu_s']} s of processor time; {many['again_s']} s once they are known"
-    return found(many["s"], " s", 1, spread)
+    spread = f"in Chromium; {many['cpu_s']} s of the server's processor time"
+    return found(result["many"]["seen"]["listed_s"], " s", 1, spread)
 
 
 def overlaid(result: Any) -> Answer:
     many = result["many"]["overlaid"]
-    return found(many["s"], " s", 1, f"{many['cpu_s']} s of processor time")
+    spread = f"in Chromium; {many['cpu_s']} s of the server's processor time"
+    return found(result["many"]["seen"]["overlaid_s"], " s", 1, spread)
 
 
 def opened(result: Any) -> Answer:

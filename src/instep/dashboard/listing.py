@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from instep.dashboard.sections import look_at
 from instep.errors import InstepError, RunError
 from instep.events import STEPS
 from instep.formats import FORMAT
-from instep.growing_file import last_bytes
+from instep.growing_file import last_bytes, size_of
 from instep.report.terminal.status import State, state_of
 from instep.store.folder import is_running
 from instep.store.ledger import last_step
@@ -41,6 +42,9 @@ Row = dict[str, Any]
 _MOST_OF_A_NAME = 255
 """Bytes of the name of a folder."""
 
+_READ_AT_ONCE = 1 << 24
+"""Bytes of the records of steps that are read whole to say how a run ended."""
+
 
 class RunList:
     """Looks at a folder of runs, or at one run.
@@ -54,6 +58,7 @@ class RunList:
         self.single = (folder / "job.toml").is_file() and _has_begun(folder)
         self.folder = folder.resolve().parent if self.single else folder.resolve()
         self._only = folder.resolve().name if self.single else ""
+        self._looking = threading.Lock()
         self._rows: dict[str, tuple[Any, Row]] = {}
         self._live: dict[str, LiveRun] = {}
         self._searches: dict[str, SearchFigures] = {}
@@ -129,9 +134,10 @@ class RunList:
     def rows(self) -> dict[str, Row]:
         """A row for each run by name; one that cannot be read has `error`. Rows that have not
         changed are the same objects."""
-        self._rows = {path.name: self._row_of(path) for path in self.paths()}
-        self._live = {name: live for name, live in self._live.items() if name in self._rows}
-        return {name: row for name, (_, row) in self._rows.items()}
+        with self._looking:
+            self._rows = {path.name: self._row_of(path) for path in self.paths()}
+            self._live = {name: live for name, live in self._live.items() if name in self._rows}
+            return {name: row for name, (_, row) in self._rows.items()}
 
     def row_of(self, name: str) -> Row | None:
         """The row of one run; None if there is none."""
@@ -166,17 +172,7 @@ class RunList:
         if run is None:
             run = self._live[path.name] = LiveRun(path)
         run.look()
-        status = run.status("running")
-        state = State(
-            path.name,
-            "running",
-            run.times.first,
-            run.times.seconds,
-            run.members.team,
-            run.last_step,
-            run.plan.steps,
-            run.last("validated").get("metrics") or {},
-        )
+        status, state = run.status("running"), _state_so_far(run, "running")
         events = run.named("validated")
         more = {"samples_per_s": status["samples_per_s"], "eta_s": status["eta_s"]}
         return _row(state, events, run.last("model_saved"), more)
@@ -198,9 +194,31 @@ def why_unread(error: Exception) -> str:
     return f"its files say what cannot be: {type(error).__name__}: {error}"
 
 
+def _state_so_far(run: LiveRun, state: str) -> State:
+    return State(
+        run.path.name,
+        state,
+        run.times.first,
+        run.times.seconds,
+        run.members.team,
+        run.last_step,
+        run.plan.steps,
+        run.last("validated").get("metrics") or {},
+    )
+
+
+def _state_of(path: Path) -> State:
+    """Say what `state_of` says; a long run is not read whole."""
+    if size_of(path / "steps.bin") <= _READ_AT_ONCE:
+        return state_of(path)
+    run = LiveRun(path, figures=False)
+    run.look()
+    return _state_so_far(run, str(run.ending.get("outcome") or "unfinished"))
+
+
 def _ended_row(path: Path, *, has_summary: bool) -> Row:
     events = events_of(path / "events.jsonl")
-    state = _brief(path, events) or state_of(path)
+    state = _brief(path, events) or _state_of(path)
     rate = _summary(path).get("samples_per_second") if has_summary else None
     more = {"samples_per_s": rate, "eta_s": None}
     saved = [e for e in events if e["event"] == "model_saved"]

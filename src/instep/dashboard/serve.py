@@ -165,7 +165,9 @@ def serve(
         os.nice(_NICE)
         access = Access(at.hosts, at.scheme, at.port, token, used, secret)
         with ThreadPoolExecutor(2) as executor:
-            app: Any = make_app(RunList(runs, pool), access, executor)
+            listed = RunList(runs, pool)
+            executor.submit(listed.rows)  # before somebody has opened the link
+            app: Any = make_app(listed, access, executor)
             with suppress(KeyboardInterrupt):
                 uvicorn.Server(_config(app, at, certificates)).run(sockets=[at.socket])
 

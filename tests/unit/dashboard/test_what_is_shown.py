@@ -11,7 +11,7 @@ import pytest
 
 from instep import growing_file
 from instep.cli import main
-from instep.dashboard import early, live, watch
+from instep.dashboard import early, listing, live, watch
 from instep.dashboard.compared import compare
 from instep.dashboard.curves import live_charts, plain, settled_charts
 from instep.dashboard.listing import RunList
@@ -216,7 +216,9 @@ def test_a_run_that_goes_back_or_is_written_anew_is_read_again(run):
     assert shown_as_report(live_charts(live))["loss"][0]["step"] == list(range(1, 8))
 
 
-def test_the_list_has_what_the_command_says_of_each_run(tmp_path):
+@pytest.mark.parametrize("at_once", [1 << 24, -1])
+def test_the_list_has_what_the_command_says_of_each_run(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(listing, "_READ_AT_ONCE", at_once)
     make_run(tmp_path / "whole")
     make_run(tmp_path / "cut", steps=20, outcome=None)
     make_run(tmp_path / "failed", steps=9, outcome="failed")
