@@ -1,5 +1,6 @@
 """Copies of shards that hosts make for each other: who makes which, and what is on disk."""
 
+import os
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -132,6 +133,29 @@ def test_what_is_not_whole_is_no_file_of_the_dataset_and_is_said_once(
     assert said[0].startswith("data.copies: ")
     left = sorted(path.name for path in (disks / "b").iterdir())
     assert left == (["manifest.json"] if fault == "full" else ["3.arrow", "manifest.json"])
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(
+    disks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, sync, rename = list[tuple[str, int]](), os.fsync, Path.replace
+
+    def synced(file: int) -> None:
+        done.append(("sync", os.fstat(file).st_size))
+        sync(file)
+
+    def renamed(self: Path, to: Path) -> Path:
+        done.append(("rename", self.stat().st_size))
+        return rename(self, to)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    copier, said = copier_of(disks, of_disk(disks))
+    with closing(copier):
+        copier.want([1])
+        finish(copier)
+    size = (disks / "a" / "1.arrow").stat().st_size
+    assert (said, done) == ([], [("sync", size), ("rename", size)])
 
 
 def test_what_a_killed_copier_left_is_written_anew_and_two_copiers_make_one_file(

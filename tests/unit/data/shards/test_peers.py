@@ -1,6 +1,8 @@
 """Samples that lie on another host come from its door, and are the same."""
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -75,6 +77,28 @@ def test_every_sample_is_read_wherever_it_lies_and_only_what_is_asked_for_is_giv
         before = door.samples
         here.__getitems__([1, 2, 38])
         assert door.samples - before == 1
+
+
+def test_threads_ask_one_after_the_other_as_they_share_a_line(disks, monkeypatch):
+    here, there = Shards(disks / "a"), Shards(disks / "b")
+    door, place = door_of(there)
+    use(place)
+    inside, most, ask = [], [], peers.Peers._ask
+
+    def counted(self, *arguments):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)  # for the others to come in
+        try:
+            return ask(self, *arguments)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(peers.Peers, "_ask", counted)
+    with closing(door), ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda index: here[index]["n"], [39, 25, 30, 22] * 3))
+    assert found == [39, 25, 30, 22] * 3
+    assert set(most) == {1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
