@@ -1,6 +1,7 @@
 """Places on the hosts of a pool: gangs, drains, hosts out of reach; and the machines' own end."""
 
 import json
+import signal
 import socket
 import sys
 
@@ -334,6 +335,21 @@ def test_a_machine_without_room_for_its_folder_stays(tmp_path):
     made.want({"net": "h:1"})
     assert made.turn() == {}
     assert not made._commands.started
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_machine_that_a_scheduler_signals_will_soon_be_gone(tmp_path, number):
+    made, before = Attendance(tmp_path / "host-0.token", Commands), {}
+    for each in (signal.SIGUSR1, signal.SIGUSR2):
+        before[each] = signal.getsignal(each)
+    try:
+        made.listen()
+        assert not made.leaving
+        signal.raise_signal(number)
+        assert made.leaving
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_a_machine_is_a_host_of_the_runs_that_are_wanted_also_after_it_was_killed(tmp_path):

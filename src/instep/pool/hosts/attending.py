@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from instep import detached
 from instep.plain_file import PRIVATE, read_plain, replace_plain
+from instep.system.environment import SCHEDULERS
 from instep.system.processes import MEMBERS, stat_fields
 
 COUNT_S = 0.2
@@ -76,12 +77,13 @@ class Attendance:
         """Whether this machine will soon be gone."""
 
     def listen(self) -> None:
-        """Take SIGUSR1 for the word that this machine will soon be gone."""
+        """Take the signals of schedulers for the word that this machine will soon be gone."""
 
         def heard(*_: object) -> None:
             self.leaving = True
 
-        signal.signal(signal.SIGUSR1, heard)
+        for number in SCHEDULERS:
+            signal.signal(number, heard)
 
     def want(self, runs: Mapping[str, str]) -> None:
         """Be a host of these runs, and of no others; each has the address of its client."""
