@@ -732,6 +732,56 @@ def test_draws_of_python_that_differ_by_sample_are_no_silent_yes():
     assert not trial.same
 
 
+def in_a_fork(x):
+    with torch.random.fork_rng():
+        return x + torch.randn_like(x)
+
+
+def seeded(x):
+    torch.manual_seed(0)
+    return x + torch.randn_like(x)
+
+
+def seeded_in_a_fork(x):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return x + torch.randn_like(x)
+
+
+def of_a_new_generator(x):
+    return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+
+
+def one_matrix(x):
+    torch.manual_seed(0)
+    return x @ torch.randn(6, 6, dtype=x.dtype)
+
+
+class Calls(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what(x)
+
+
+@pytest.mark.parametrize("draws", [in_a_fork, one_matrix])
+def test_draws_that_leave_no_trace_are_draws_and_a_seed_may_be_for_all_samples(draws):
+    assert tried(mlp(Calls(draws)), pictures(), loss=nn.MSELoss()).verdict == "yes"
+
+
+@pytest.mark.parametrize("draws", [seeded, seeded_in_a_fork, of_a_new_generator])
+def test_a_forward_pass_that_seeds_what_it_draws_for_each_sample_is_no_yes(draws):
+    """A whole batch draws for each of its samples; micro-batches would draw the same again."""
+    model, x = mlp(Calls(draws)), torch.randn(8, 16)
+    apart = torch.cat([model(part) for part in x.split(4)])
+    assert not torch.allclose(apart, model(x), atol=1e-3)
+    trial = tried(model, pictures(), loss=nn.MSELoss())
+    assert not trial.same
+    assert "draws from a seed of its own" in trial.verdict
+
+
 def test_a_model_that_cannot_be_copied_is_told_to_be_untried():
     class Uncopied(nn.Module):
         def __deepcopy__(self, memo):

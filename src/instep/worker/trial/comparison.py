@@ -33,7 +33,13 @@ from instep.worker.trial.compared.layers import first_that_mixes, layer_in_words
 from instep.worker.trial.compared.nearness import SHORT, Nearness, mean_gradients
 from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.compared.writes import refuse_writes_by_batch
-from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
+from instep.worker.trial.constant_draws import (
+    LEVELS,
+    ConstantDraws,
+    drawing,
+    draws_set_back,
+    seeds_itself,
+)
 from instep.worker.trial.model import DERIVES, PassResult, TrialModel
 from instep.worker.trial.shapes import ShapeWatch
 
@@ -116,7 +122,8 @@ class SpotComparison:
         counts.put_back()
         if found:
             self._find_set(found, counts, first)
-        constant = drew and not self._cuts
+        seeded = drew and seeds_itself(self._model, first.parts[0], first.sizes[0])
+        constant = drew and not self._cuts and not seeded
         self._known |= self._forward.weighs_itself
         self._model.draws = ConstantDraws if constant else nullcontext
         self._model, self._once = self._model.moved(
@@ -144,6 +151,7 @@ class SpotComparison:
             moved |= self._try_spot(spot)
             say(number + 1)
             if self._differs:
+                self._blame_draws(spot, constant or self._cuts)
                 break
         if constant and self._forward.recipe.turns and not self._differs:
             self._compare_with_noise(first)
@@ -159,6 +167,24 @@ class SpotComparison:
             self._check_first(first)
         trial = self._findings(drew=drew, moved=moved).trial()
         return trial._replace(shapes=self._shapes.known, left=[*left]) if trial.same else trial
+
+    def _blame_draws(self, spot: Spot, known: bool) -> None:
+        """Where nothing differs if all draws are constant, name them as the reason; `known` if
+        they are none."""
+        if known:
+            return
+        found, self._differs[:] = [*self._differs], []
+        with drawing(self._model, ConstantDraws):
+            self._try_spot(spot)
+        if self._differs:
+            self._differs[:] = found
+            return
+        self._differs.append(
+            f"{self._name} sees random numbers that the forward pass draws from a seed of its own, "
+            "by torch.manual_seed or a generator that it makes: each micro-batch draws the same "
+            "ones, where one batch would draw others for each sample. Leave the seed out: instep "
+            "keys what is drawn"
+        )
 
     def refuse_idle(self) -> None:
         """Raise RecipeError if spots were compared, and no parameter got a gradient in any pass."""
@@ -256,8 +282,10 @@ class SpotComparison:
         def watched() -> Iterator[None]:
             nonlocal drew
             generators, on_gpus = DrawDetector(), _on_gpus()
-            yield
-            drew |= generators.drawn() or not all(map(torch.equal, _on_gpus(), on_gpus))
+            with draws_set_back() as set_back:
+                yield
+            drew |= generators.drawn() or set_back()
+            drew |= not all(map(torch.equal, _on_gpus(), on_gpus))
             self._drew_elsewhere |= generators.drawn_beside_torch()
 
         self._model.draws = watched
@@ -427,12 +455,10 @@ class SpotComparison:
     @contextmanager
     def _as_one(self, spot: Spot) -> Iterator[None]:
         """In this context a pass over the whole spot draws for each part, if that is wanted."""
-        before = self._model.draws
-        if self._cuts:
-            keys = [self._seed] * len(spot.sizes)
-            self._model.draws = partial(ByMicroBatch, keys, spot.sizes)
-        yield
-        self._model.draws = before
+        keys = [self._seed] * len(spot.sizes)
+        cut = partial(ByMicroBatch, keys, spot.sizes) if self._cuts else self._model.draws
+        with drawing(self._model, cut):
+            yield
 
     def _packed(self, spot: Spot) -> str:
         """The shape of a batch that is weighed by samples, but has no row for each of them."""

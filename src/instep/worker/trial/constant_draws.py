@@ -8,11 +8,19 @@ not replaced.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from instep.worker.trial.model import TrialModel
 
 LEVELS = (0.5, 0.05, 0.95)
 """Constants to try: code may compare a draw with a probability."""
@@ -67,6 +75,65 @@ class ConstantDraws(TorchDispatchMode):
             )
             return drawn.fill_(low + self._level * (high - low))
         return drawn.fill_(named.get("low", named.get("from") or 0))
+
+
+@contextmanager
+def drawing(model: TrialModel, draws: Callable[[], Any]) -> Iterator[None]:
+    """In this context a model's passes run in this one, instead of its own."""
+    before, model.draws = model.draws, draws
+    try:
+        yield
+    finally:
+        model.draws = before
+
+
+@contextmanager
+def drawn_before() -> Iterator[None]:
+    """In this context, the generators stand where others have drawn from them."""
+    torch.rand(1)
+    np.random.random()
+    random.random()
+    yield
+
+
+def seeds_itself(model: TrialModel, batch: Any, samples: int) -> bool:
+    """Whether a pass that draws does so from a seed that it sets: its numbers are the same
+    wherever the generators stand, and they count.
+
+    Args:
+        model: on trial.
+        batch: of the pass.
+        samples: in it.
+    """
+
+    def loss(draws: Callable[[], Any]) -> float:
+        with drawing(model, draws):
+            found = model.run(batch, samples, backward=False)
+        return math.nan if found is None else found.loss
+
+    as_it_is = loss(nullcontext)
+    return loss(drawn_before) == as_it_is != loss(ConstantDraws)
+
+
+@contextmanager
+def draws_set_back() -> Iterator[Callable[[], bool]]:
+    """In this context, notice draws after which torch's generator was set back, as
+    `torch.random.fork_rng` does: its state does not show them. Yields what says whether there
+    were any."""
+    seen, set_back = [False], torch.random.set_rng_state
+
+    def noted(state: Tensor) -> None:
+        seen[0] = seen[0] or not torch.equal(torch.get_rng_state(), state)
+        set_back(state)
+
+    places = vars(torch), vars(torch.random)
+    try:
+        for each in places:
+            each["set_rng_state"] = noted
+        yield lambda: seen[0]
+    finally:
+        for each in places:
+            each["set_rng_state"] = set_back
 
 
 def _sorted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
