@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from instep.pool.flows import verdict
-from instep.pool.hosts.free_places import local_cores
+from instep.pool.hosts.free_places import local_cores, room_on
 from instep.pool.hosts.planned_room import PlannedRoom
 from instep.pool.jobs import COMMAND, RUN, RUNNING, WAITING, PoolJob, PoolState
 from instep.pool.paces.curve import Paces, StepCurve, curve_of, left_of
@@ -131,12 +131,23 @@ class _WorkersDealt:
 
     def _admit(self, job: PoolJob) -> None:
         least, total = _least_of(job), self.totals[job.share]
-        if why := _refusal(self._state, job, least, total, self._free_for(job)):
+        why = _refusal(self._state, job, least, total, self._free_for(job))
+        if why := why or self._no_memory(job, least):
             self.reasons[job.id] = why
             return
         self._give(job, least)
         if job.id not in self._rigid:
             self._push(job)
+
+    def _no_memory(self, job: PoolJob, least: int) -> str:
+        """Why a job that waits keeps nobody waiting: hosts in reach have too little together."""
+        if not (self._state.hosts and job.memory and job.status == WAITING):
+            return ""
+        reach = [host for host in self._state.hosts.values() if host.away is None]
+        most = room_on((host for host in reach if not host.closed), job)
+        if most >= least:
+            return ""
+        return f"it needs {least} workers at least, and the hosts in reach have memory for {most}"
 
     def _paces_of(self, job: PoolJob) -> Paces:
         if job.id not in self._paces:

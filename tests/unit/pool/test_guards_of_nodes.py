@@ -145,4 +145,6 @@ def test_a_command_that_says_so_means_that_its_machine_and_all_there_is_gone(tmp
         process.wait()
     assert [*gate.gone(tmp_path / "hosts")] == [HostSeen("a", {}, leaving=True), HostAway("a")]
     assert [*gate.gone(tmp_path / "hosts")] == []
+    (tmp_path / "hosts" / "0.gone").mkdir()  # nothing that the command has made
+    assert [*gate.gone(tmp_path / "hosts")] == []
     gate.close()

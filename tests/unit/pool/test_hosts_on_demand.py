@@ -24,6 +24,7 @@ from instep.pool.jobs import (
     RunSeen,
     TimePassed,
 )
+from instep.pool.policy import plan
 from instep.pool.pool_file import pool_of
 from instep.pool.view import host_lines
 
@@ -72,6 +73,29 @@ def test_nobody_asks_for_a_job_that_waits_for_something_else():
     assert asked(replace(state, limits={"a": 3})) == ["a"]
     assert asked(waiting(job("one", local=True), a=host())) == []
     assert asked(waiting(job("one"), a=host(drained=True))) == []
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+def test_a_job_for_which_hosts_in_reach_have_no_memory_keeps_nobody_waiting(on_demand):
+    """Its workers were dealt to it, and the other job waited for them."""
+    hosts = {
+        "here": PoolHost(cores=3, memory=8),
+        "more": PoolHost(cores=1, memory=8, away=0.0, on_demand=on_demand),
+    }
+    large, other = job("large", 2, memory=8), replace(job("other", 3), share="b")
+    state = PoolState(cores=3, hosts=hosts)
+    for each in (large, other):
+        state = decide(state, JobSubmitted(replace(each, submitted=100.0)), 100.0)
+    state = decide(state, TimePassed(), 103.0)
+    assert state.jobs["other"].places == {"here": 3}
+    why = plan(state, 103.0).reasons["large"]
+    assert why == "it needs 2 workers at least, and the hosts in reach have memory for 1"
+    state = decide(state, ClientEnded("other", "completed"), 110.0)
+    state = decide(state, TimePassed(), 120.0)
+    assert asked_for(state, 120.0) == (["more"] if on_demand else [])
+    state = decide(state, HostSeen("more", {}), 121.0)
+    state = decide(state, TimePassed(), 122.0)
+    assert state.jobs["large"].places == {"here": 1, "more": 1}
 
 
 def test_a_host_that_was_given_back_is_asked_for_again():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -151,3 +151,9 @@ def room_of(host: PoolHost, cores: int, memory: int, job: PoolJob) -> int:
     if host.memory and job.memory:
         cores = min(cores, memory // job.memory)
     return max(0, cores)
+
+
+def room_on(hosts: Iterable[PoolHost], job: PoolJob) -> int:
+    """Workers of a job for which hosts have room where nobody else has any."""
+    fit = (host for host in hosts if host.local or not job.local)
+    return sum(room_of(host, host.cores, host.memory, job) // job.unit * job.unit for host in fit)

@@ -109,11 +109,12 @@ class HostGate:
             folder: as of `start_missing`.
         """
         for number, name in enumerate(self._names):
-            said = folder / f"{number}.gone"
-            if said.exists():
-                said.unlink(missing_ok=True)
-                yield HostSeen(name, {}, leaving=True)
-                yield HostAway(name)
+            try:
+                (folder / f"{number}.gone").unlink()
+            except OSError:  # it is not there, or is no file
+                continue
+            yield HostSeen(name, {}, leaving=True)
+            yield HostAway(name)
 
     def attend(self, state: PoolState, gate_of: Callable[[str], str]) -> None:
         """Tell each host of which runs it is to be one, where that has changed.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from instep.pool.hosts.free_places import FreePlaces, places_taken, room_of
+from instep.pool.hosts.free_places import FreePlaces, places_taken, room_on
 from instep.pool.hosts.keeping import MOST_KEPT, KeptPlaces, kept_for
 from instep.pool.jobs import (
     COMMAND,
@@ -205,11 +205,7 @@ def _keep(
 
 def refusal(state: PoolState, job: PoolJob) -> str:
     """Why a job can never have its places on these hosts, all of them free; empty if it can."""
-    most = sum(
-        room_of(host, host.cores, host.memory, job)
-        for host in state.hosts.values()
-        if host.local or not job.local
-    )
+    most = room_on(state.hosts.values(), job)
     if most >= job.at_least:
         return ""
     return (
