@@ -9,7 +9,7 @@ from instep import detached
 from instep.errors import SpecError
 from instep.launch.join_folder import JoinFolder
 from instep.pool.decide import decide
-from instep.pool.hosts.demand import ASK_S, IdleHosts, asked_for
+from instep.pool.hosts.demand import ASK_S, HostsInVain, IdleHosts, asked_for
 from instep.pool.hosts.host_gate import HostGate
 from instep.pool.jobs import (
     ClientEnded,
@@ -46,7 +46,7 @@ def waiting(*jobs, **hosts):
 
 
 def asked(state):
-    return asked_for(state, 100.0 + ASK_S)
+    return [*asked_for(state, 100.0 + ASK_S)]
 
 
 def test_hosts_are_asked_for_in_their_order_as_many_as_the_jobs_need_that_wait():
@@ -56,7 +56,7 @@ def test_hosts_are_asked_for_in_their_order_as_many_as_the_jobs_need_that_wait()
     assert asked(waiting(job("one", 3), job("two", 2), **hosts)) == ["a", "b"]
     assert asked(waiting(job("one", 6), **hosts)) == ["a", "b"]
     assert asked(waiting(job("one", 13), **hosts)) == [], "it has no room on all together"
-    assert asked_for(waiting(job("one"), **hosts), 100.0 + ASK_S / 2) == []
+    assert not asked_for(waiting(job("one"), **hosts), 100.0 + ASK_S / 2)
 
 
 def test_what_a_host_that_is_there_has_room_for_is_asked_of_no_other():
@@ -92,7 +92,7 @@ def test_a_job_for_which_hosts_in_reach_have_no_memory_keeps_nobody_waiting(on_d
     assert why == "it needs 2 workers at least, and the hosts in reach have memory for 1"
     state = decide(state, ClientEnded("other", "completed"), 110.0)
     state = decide(state, TimePassed(), 120.0)
-    assert asked_for(state, 120.0) == (["more"] if on_demand else [])
+    assert asked_for(state, 120.0) == ({"more": {"large"}} if on_demand else {})
     state = decide(state, HostSeen("more", {}), 121.0)
     state = decide(state, TimePassed(), 122.0)
     assert state.jobs["large"].places == {"here": 1, "more": 1}
@@ -176,3 +176,27 @@ def test_what_no_host_on_demand_can_be_is_refused(tmp_path, line, said):
     path.write_text(f'listen = "127.0.0.1:2220"\n[hosts.a]\ncores = 1\n{line}\n')
     with pytest.raises(SpecError, match=said):
         pool_of(path)
+
+
+def test_a_host_is_started_less_and_less_often_for_a_job_that_does_not_come_to_it():
+    vain, now, starts = HostsInVain({"a": 30.0}), 0.0, []
+    while now < 900.0:
+        if vain.due({"a": {"one"}}, now):
+            starts.append(now)
+            now += 30.0
+            vain.given_back("a", now, ran=False)
+        now += ASK_S
+    assert starts == [0.0, 90.0, 240.0, 510.0], "after pauses of 60, 120, 240 s"
+    assert vain.due({"a": {"one", "two"}}, now) == {"a"}, "another job comes at once"
+    vain.given_back("a", now, ran=True)
+    assert vain.due({"a": {"one"}}, now) == {"a"}, "something came to it"
+
+
+def test_it_is_known_whether_something_has_run_on_a_host_since_it_came():
+    idle = IdleHosts({"a": 10.0})
+    state = PoolState(cores=4, hosts={"a": host()})
+    there = replace(state, hosts={"a": replace(host(), away=None)})
+    busy = replace(there, hosts={"a": replace(host(workers={"one": 1}), away=None)})
+    for seen, ran in ((there, set()), (busy, {"a"}), (there, {"a"}), (state, set())):
+        idle.find(seen, 0.0)
+        assert idle.ran == ran

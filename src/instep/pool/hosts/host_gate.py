@@ -18,7 +18,7 @@ from instep import detached
 from instep.comm.protocol import messages as m
 from instep.launch.gate import Gate
 from instep.launch.join_folder import JoinFolder
-from instep.pool.hosts.demand import IdleHosts, asked_for, idle_s
+from instep.pool.hosts.demand import HostsInVain, IdleHosts, asked_for, idle_s
 from instep.pool.hosts.free_places import places_taken
 from instep.pool.jobs import RUNNING, STOPPING, HostAway, HostSeen, HostSpec, PoolState
 
@@ -68,7 +68,8 @@ class HostGate:
         self._turned = time.monotonic()
         self._tried: dict[str, float] = {}
         self._own: dict[str, subprocess.Popen[bytes]] = {}  # that this process has started
-        self._idle = IdleHosts({name: idle_s(host) for name, host in hosts.items()})
+        limits_s = {name: idle_s(host) for name, host in hosts.items()}
+        self._idle, self._vain = IdleHosts(limits_s), HostsInVain(limits_s)
         self._leaving: set[str] = set()  # that have said so, or are given back
 
     def turn(self) -> Iterator[HostSeen | HostAway]:
@@ -144,7 +145,7 @@ class HostGate:
             state: of the pool.
         """
         now, missing = time.monotonic(), {*self._gate.missing}
-        needed = {*asked_for(state, time.time())}
+        needed = self._vain.due(asked_for(state, time.time()), now)
         needed |= {name for places in places_taken(state).values() for name in places}
         for number, (name, host) in enumerate(self._hosts.items()):
             late = now - self._tried.get(name, float("-inf")) > AGAIN_S
@@ -178,9 +179,11 @@ class HostGate:
         Args:
             state: of the pool.
         """
-        for name in self._idle.find(state, time.monotonic()):
+        now = time.monotonic()
+        for name in self._idle.find(state, now):
             if not state.hosts[name].leaving:
                 self._leaving.add(name)
+                self._vain.given_back(name, now, ran=name in self._idle.ran)
                 yield HostSeen(name, self._workers.get(name, {}), leaving=True)
             elif name in self._told:  # once on each connection
                 del self._told[name]
