@@ -31,6 +31,7 @@ from starlette.routing import Route
 from instep.dashboard.access import HEADERS, KNOWN, Access, Scope
 from instep.dashboard.compared import MOST_RUNS, compare
 from instep.dashboard.listing import RunList
+from instep.dashboard.sections import encoded_json
 from instep.dashboard.watch import Feed, Feeds
 from instep.errors import InstepError
 
@@ -170,7 +171,7 @@ class RouteAnswers:
 
 
 def _packed_json(value: Any, request: Request) -> Response:
-    data, headers = msgspec.json.encode(value), {}
+    data, headers = encoded_json(value), {}
     if "gzip" in request.headers.get("accept-encoding", ""):
         data, headers = gzip.compress(data, 3), {"content-encoding": "gzip"}
     return Response(data, media_type=JSON, headers=headers)

@@ -7,13 +7,11 @@ runs of its folder, and are called `SEARCH/TRIAL`. Way in: `RunList`.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy as np
 from instep.dashboard.live import LiveRun
 from instep.dashboard.pools import pool_beside
 from instep.dashboard.searches import SearchFigures, is_search, searches_in
-from instep.dashboard.sections import look_at
+from instep.dashboard.sections import look_at, summary_of
 from instep.errors import InstepError, RunError
 from instep.events import STEPS
 from instep.formats import FORMAT
@@ -153,7 +151,7 @@ class RunList:
         try:
             found = look_at(path)
             if found is None:
-                raise RunError("a file of it is a link, which may lead elsewhere.")
+                raise RunError("a file of it is a link, which may lead elsewhere, or no file.")
             running = is_running(path)
             key = found, running
             known = self._rows.get(name)
@@ -219,7 +217,7 @@ def _state_of(path: Path) -> State:
 def _ended_row(path: Path, *, has_summary: bool) -> Row:
     events = events_of(path / "events.jsonl")
     state = _brief(path, events) or _state_of(path)
-    rate = _summary(path).get("samples_per_second") if has_summary else None
+    rate = summary_of(path).get("samples_per_second") if has_summary else None
     more = {"samples_per_s": rate, "eta_s": None}
     saved = [e for e in events if e["event"] == "model_saved"]
     validated = [e for e in events if e["event"] == "validated"]
@@ -250,13 +248,6 @@ def _best(validations: list[Event]) -> dict[str, dict[str, Any]]:
             if value > best["most"][0]:
                 best["most"] = [value, event["step"]]
     return found
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads((path / "summary.json").read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _brief(path: Path, events: list[Event]) -> State | None:

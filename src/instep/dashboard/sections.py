@@ -14,10 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from instep.dashboard.live import LiveRun
 from instep.dashboard.logs import LogEnds
+from instep.plain_file import read_plain
 from instep.report.figures.identity import flat
 from instep.report.figures.participants import of_participants
 from instep.report.figures.progress import Row
@@ -48,6 +50,7 @@ _FILES = (
     "steps.crc",
     "summary.json",
 )
+_MOST_OF_A_SUMMARY = 1 << 24
 _LOST = ("worker_failed", "worker_lost", "worker_hung", "host_lost", "corruption_found")
 
 
@@ -113,12 +116,36 @@ def settled_sections(folder: RunFolder) -> dict[str, Any]:
 def _written_summary(path: Path) -> dict[str, Any] | None:
     """Read what the run itself has written, where that is newer than its events."""
     file = path / "summary.json"
-    with suppress(OSError, ValueError):
+    with suppress(OSError):
         if file.is_symlink() or file.stat().st_mtime < (path / "events.jsonl").stat().st_mtime:
             return None
-        found = json.loads(file.read_bytes())
-        return found if isinstance(found, dict) else None
-    return None
+    return summary_of(path) or None
+
+
+def summary_of(path: Path) -> dict[str, Any]:
+    """Give the contents of a run's `summary.json`; empty if there is none that can be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        file = path / "summary.json"
+        found = json.loads(read_plain(file)) if file.lstat().st_size <= _MOST_OF_A_SUMMARY else {}
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def encoded_json(value: Any) -> bytes:
+    """Encode plain data for a page: what is not finite becomes null, and text that no file of
+    UTF-8 has (a half of a pair) is replaced."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_in_utf8(value))
+
+
+def _in_utf8(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {_in_utf8(key): _in_utf8(each) for key, each in value.items()}
+    return [_in_utf8(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _shared(run: LiveRun | RunFolder, elapsed: Any) -> dict[str, Any]:
@@ -255,13 +282,13 @@ def _settled_workers(folder: RunFolder, status: Status) -> list[dict[str, Any]]:
 
 
 def look_at(path: Path) -> list[tuple[str, int, int, int]] | None:
-    """Another value whenever a file that is read here has changed; None if one of them is a link:
-    what it shows would not be the run's."""
+    """Another value whenever a file that is read here has changed; None if one of them is a link,
+    as what it shows would not be the run's, or else no file, as a pipe keeps its reader."""
     found, folder = [], str(path)
     for name in _FILES:
         with suppress(FileNotFoundError):
             about = os.lstat(f"{folder}/{name}")
-            if stat.S_ISLNK(about.st_mode):
+            if not stat.S_ISREG(about.st_mode):
                 return None
             found.append((name, about.st_size, about.st_mtime_ns, about.st_ino))
     return found

@@ -20,7 +20,7 @@ from instep.dashboard.curves import Chart, changes, live_charts, plain, settled_
 from instep.dashboard.listing import RunList, why_unread
 from instep.dashboard.live import LiveRun
 from instep.dashboard.pools import pool_brief, pool_key, pool_sections
-from instep.dashboard.sections import live_sections, settled_sections
+from instep.dashboard.sections import encoded_json, live_sections, settled_sections
 from instep.errors import RunError
 from instep.store.folder import is_running
 from instep.store.run_folder import RunFolder
@@ -246,9 +246,7 @@ class Feed:
         """Tell the pages what there is now, if it differs from before."""
         known, before = self._encoded, self._sections
         encoded = {
-            name: known[name]
-            if name in known and value is before[name]
-            else msgspec.json.encode(value)  # what is not finite becomes null
+            name: known[name] if name in known and value is before[name] else encoded_json(value)
             for name, value in seen.sections.items()
         }
         new = {n: msgspec.Raw(e) for n, e in encoded.items() if known.get(n) != e}
@@ -260,7 +258,7 @@ class Feed:
         self._version += 1
         message: dict[str, Any] = {"version": self._version, "sections": new, "gone": gone}
         if points is None:
-            message["charts"] = plain(seen.charts)
+            message["charts"] = msgspec.Raw(encoded_json(plain(seen.charts)))
         else:
             message["points"] = points
         self._delta, self._whole = msgspec.json.encode(message), None
@@ -271,7 +269,8 @@ class Feed:
         if self._whole is None:
             sections = {name: msgspec.Raw(each) for name, each in self._encoded.items()}
             message = {"version": self._version, "whole": True, "sections": sections}
-            self._whole = msgspec.json.encode({**message, "charts": plain(self._charts)})
+            charts = msgspec.Raw(encoded_json(plain(self._charts)))
+            self._whole = msgspec.json.encode({**message, "charts": charts})
         return self._whole
 
 

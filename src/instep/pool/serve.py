@@ -62,6 +62,8 @@ def serve(pool: PoolFolder) -> None:
                     seen += [*gate.turn(), *gate.gone(pool.folder / STARTED)]
                 if turn(pool, scheduler, notice, time.time(), seen):
                     seen.clear()
+                    if gate is not None:
+                        gate.noted()
                     _wait(pool)
                 else:
                     time.sleep(RETRY_S)

@@ -16,7 +16,7 @@ from instep.dashboard.compared import compare
 from instep.dashboard.curves import live_charts, plain, settled_charts
 from instep.dashboard.listing import RunList
 from instep.dashboard.live import LiveRun
-from instep.dashboard.watch import Feed, WatchedRun
+from instep.dashboard.watch import Feed, WatchedList, WatchedRun
 from instep.events import LEDGER, LEDGER_START, STEPS, read_events
 from instep.report.figures.curves import charts
 from instep.report.figures.summary import finite, summarise
@@ -241,6 +241,29 @@ def test_the_list_has_what_the_command_says_of_each_run(tmp_path, monkeypatch, a
     assert all(runs.rows()[name] is row for name, row in rows.items())
     with held(tmp_path / "cut"):
         assert runs.rows()["cut"]["state"] == "running"
+
+
+@pytest.mark.parametrize("fault", ["half of a pair", "pipe", "deep"])
+def test_what_a_run_has_in_place_of_its_summary_hides_no_other(tmp_path, fault):
+    for name in ("odd", "plain"):
+        (make_run(tmp_path / name) / "run.id").write_text(name)
+    file = tmp_path / "odd" / "summary.json"
+    if fault == "pipe":
+        os.mkfifo(file)
+    else:
+        rate = '"\\ud800"' if fault == "half of a pair" else "[" * 50_000
+        file.write_text(f'{{"samples_per_second": {rate}}}')
+
+    async def first():
+        with ThreadPoolExecutor(1) as executor:
+            messages = Feed(WatchedList(RunList(tmp_path)), executor).messages()
+            frames = [await anext(messages), await anext(messages)]
+            await messages.aclose()
+            return json.loads(frames[1].removeprefix(b"data: "))["sections"]
+
+    rows = asyncio.run(first())
+    assert rows["row plain"]["state"] == "completed"
+    assert ("error" in rows["row odd"]) == (fault == "pipe")
 
 
 def test_a_folder_of_runs_may_have_a_job_in_it(tmp_path):

@@ -70,6 +70,7 @@ class HostGate:
         self._own: dict[str, subprocess.Popen[bytes]] = {}  # that this process has started
         limits_s = {name: idle_s(host) for name, host in hosts.items()}
         self._idle, self._vain = IdleHosts(limits_s), HostsInVain(limits_s)
+        self._gone: set[Path] = set()  # files that say so, until that is in the journal
         self._leaving: set[str] = set()  # that have said so, or are given back
 
     def turn(self) -> Iterator[HostSeen | HostAway]:
@@ -104,18 +105,25 @@ class HostGate:
                 yield HostAway(name)
 
     def gone(self, folder: Path) -> Iterator[HostSeen | HostAway]:
-        """Take in which machines are gone for good, with all that ran there.
+        """Take in which machines are gone for good, with all that ran there; once, and again by
+        another scheduler until `noted` was called.
 
         Args:
             folder: as of `start_missing`.
         """
         for number, name in enumerate(self._names):
-            try:
-                (folder / f"{number}.gone").unlink()
-            except OSError:  # it is not there, or is no file
-                continue
-            yield HostSeen(name, {}, leaving=True)
-            yield HostAway(name)
+            said = folder / f"{number}.gone"
+            if said not in self._gone and said.is_file():
+                self._gone.add(said)
+                yield HostSeen(name, {}, leaving=True)
+                yield HostAway(name)
+
+    def noted(self) -> None:
+        """Forget what was taken in: it is in the journal."""
+        for said in self._gone:
+            with suppress(OSError):  # it is said once more
+                said.unlink()
+        self._gone.clear()
 
     def attend(self, state: PoolState, gate_of: Callable[[str], str]) -> None:
         """Tell each host of which runs it is to be one, where that has changed.
