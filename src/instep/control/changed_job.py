@@ -49,6 +49,11 @@ FIXED = {
 }
 """What may not change when a run is resumed, and why."""
 
+FIXED_OF_STREAMS = dict.fromkeys(
+    ("data.parts", "data.once"), "a stream is divided by it, and its parts have their places"
+)
+"""What else may not, where samples come from a stream."""
+
 FIXED_BITS = {
     "mesh": "sums within a replica are cut along it, and round otherwise",
     "train.threads": "sums are cut among threads, and round otherwise",
@@ -83,7 +88,7 @@ def changed(
     job = spec_file.build(table, source=f"resume {run.path}", typed=typed)
     if "recipe" in changes or any(each.split("=")[0].strip() == "recipe" for each in given):
         job = spec_file.with_recipe_in(job, Path.cwd())
-    check_changes(run.spec, job)
+    check_changes(run.spec, job, stream=bool(run.last("stream_divided")))
     return job
 
 
@@ -115,15 +120,15 @@ def scaled_to(run: RunFolder) -> int:
     return workers
 
 
-def check_changes(before: JobSpec, after: JobSpec) -> None:
-    """Refuse a change of what defines a run.
+def check_changes(before: JobSpec, after: JobSpec, *, stream: bool = False) -> None:
+    """Refuse a change of what defines a run; `stream`: whether its samples come from one.
 
     Raises:
         SpecError: names the key, both values and the reason.
     """
     keeps = before.keeps_optimizers or before.sync.row.outer
     keeps |= (before.sync.rounds is not None and before.sync.own_state) or before.sync.votes
-    fixed = FIXED | (FIXED_KEPT if keeps else {})
+    fixed = FIXED | (FIXED_KEPT if keeps else {}) | (FIXED_OF_STREAMS if stream else {})
     fixed |= FIXED_BITS if before.train.determinism == "bits" else {}
     old, new = as_table(before), as_table(after)
     for each, sync in ((old["sync"], before.sync), (new["sync"], after.sync)):

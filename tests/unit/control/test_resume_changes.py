@@ -113,6 +113,19 @@ def test_what_may_not_change_is_refused_in_one_sentence(folder, changes, words):
         instep.resume(folder, **changes)
 
 
+@pytest.mark.parametrize("change", ["data.parts=3", "data.once=true"])
+def test_a_stream_is_divided_as_it_was_and_other_data_may_not_be(folder, change):
+    """It was refused by the workers, when the job was written and the model gone."""
+    (folder / "events.jsonl").write_text('{"time": 1.0, "event": "run_started"}\n')
+    key, _, value = change.partition("=")
+    assert str(getattr(changed(RunFolder(folder), [change]).data, key[5:])).lower() == value
+    told = {"time": 2.0, "event": "stream_divided", "parts": 4, "window": 0, "sizes": []}
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(json.dumps({**told, "has_state": False, "once": False}) + "\n")
+    with pytest.raises(SpecError, match=rf"{key} was .* cannot become {value} when a run is res"):
+        changed(RunFolder(folder), [change])
+
+
 def test_a_run_goes_on_with_another_number_of_servers_and_no_other_strategy(folder):
     table = {"recipe": "/gone/a.py:f", "sync": {"name": "server_sync", "servers": 2}}
     (folder / "job.toml").write_text(spec_file.dump(spec_file.build(table, source="test")))
