@@ -52,7 +52,7 @@ FIXED = {
 FIXED_OF_STREAMS = dict.fromkeys(
     ("data.parts", "data.once"), "a stream is divided by it, and its parts have their places"
 )
-"""What else may not, where samples come from a stream."""
+"""Keys that may not either, where samples come from a stream."""
 
 FIXED_BITS = {
     "mesh": "sums within a replica are cut along it, and round otherwise",

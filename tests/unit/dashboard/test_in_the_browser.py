@@ -319,3 +319,16 @@ def test_a_report_draws_its_curves_without_a_server_on_a_phone_and_on_paper(
     assert page.evaluate(wide + "<= document.querySelector('figure').clientWidth")
     assert (said, len(asked)) == ([], 1)
     page.close()
+
+
+def test_a_new_link_may_be_opened_in_the_page_that_asks_for_it(runs, browser):
+    links = []
+    with beside(runs, links.append):
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(links[0].partition("#")[0])
+        page.wait_for_selector("text=session")
+        page.goto(links[0])  # only what is behind # differs, so that nothing is loaded
+        page.wait_for_selector("td.name a")
+        assert links[0].partition("#")[2] not in page.url
+        context.close()

@@ -363,15 +363,20 @@
     page = kind === "pool" ? new PoolPage() : kind === "search" && decoded.length ? new SearchPage(decoded.join("/")) : kind === "run" && decoded.length ? new RunPage(decoded.join("/")) : kind === "compare" && decoded.length ? new ComparePage(decoded) : new ListPage();
   };
 
-  const start = async () => {
+  // Buys a session with the token of a link, also where the link is opened in a page that is open.
+  const enter = async () => {
     const token = location.hash.slice(1);
     if (token && !token.startsWith("/")) {
       history.replaceState(null, "", "#/");
       await fetch("/session", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ token }) }).catch(() => null);
     } else if (!token) history.replaceState(null, "", "#/");
-    addEventListener("hashchange", go);
-    document.addEventListener("visibilitychange", () => { if (page && page.stream) { if (document.hidden) page.stream.close(); else page.stream.open(); } });
     go();
+  };
+
+  const start = () => {
+    addEventListener("hashchange", enter);
+    document.addEventListener("visibilitychange", () => { if (page && page.stream) { if (document.hidden) page.stream.close(); else page.stream.open(); } });
+    enter();
   };
   start();
 })();
