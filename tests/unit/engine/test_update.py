@@ -61,3 +61,24 @@ def test_of_a_scaled_loss_the_norm_is_unscaled_and_a_step_that_is_left_out_has_n
         weight.grad = torch.tensor(gradient) * scaler.get_scale()
         assert update.apply(1) == norm
         assert torch.equal(weight, before) == (norm is None)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws at each step, as Langevin dynamics does."""
+
+    def step(self, closure=None):
+        self.drawn = float(torch.randn(1))
+        return super().step(closure)
+
+
+def test_an_optimizer_draws_the_same_at_a_step_again_and_others_at_each_step_and_turn():
+    weight = nn.Parameter(torch.ones(3))
+    drawn = []
+    for step, turn in ((1, 0), (2, 0), (1, 1), (1, 0)):
+        optimizer, weight.grad = Noisy([weight], lr=0.1), torch.ones(3)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        more = {"max_grad_norm": None, "scaler": scaler, "turn": turn}
+        Update(optimizer, None, [weight], seed=3, **more).apply(step)
+        drawn.append(optimizer.drawn)
+    assert drawn[3] == drawn[0]
+    assert len(set(drawn)) == 3
