@@ -28,7 +28,7 @@ from instep.growing_file import last_bytes, size_of
 from instep.report.terminal.status import State, state_of
 from instep.store.folder import is_running
 from instep.store.ledger import last_step
-from instep.store.run_files import Event, events_of, returns_in, step_ends
+from instep.store.run_files import Event, events_of, returns_in, step_ends, without_discarded
 from instep.store.run_folder import WINDOW
 from instep.store.run_members import RunMembers
 from instep.words import not_utf8
@@ -219,6 +219,7 @@ def _ended_row(path: Path, *, has_summary: bool) -> Row:
     state = _brief(path, events) or _state_of(path)
     rate = summary_of(path).get("samples_per_second") if has_summary else None
     more = {"samples_per_s": rate, "eta_s": None}
+    events = without_discarded(events)
     saved = [e for e in events if e["event"] == "model_saved"]
     validated = [e for e in events if e["event"] == "validated"]
     return _row(state, validated, saved[-1] if saved else {}, more)

@@ -24,7 +24,7 @@ from instep.events import LEDGER, LEDGER_START, STEPS
 from instep.growing_file import Rewritten, Tail, size_of
 from instep.job.file import build
 from instep.report.figures.progress import Progress, Row
-from instep.report.terminal.status import EVERY, in_beats, status_table
+from instep.report.terminal.status import EVERY, follow, status_table
 from instep.store.run_files import (
     Event,
     Records,
@@ -128,10 +128,8 @@ class LiveRun:
         self._now = self._clock()
         steps, ledger = self._new_steps(), self._new_ledger()
         if self._figures:
-            for event in events:
-                self.progress.event(event)
-            if len(steps) or len(ledger):
-                self.progress.records(ledger, steps)
+            follow(self.progress, events, steps)
+            self.progress.records(ledger, steps[:0])
         return bool(events or len(steps) or len(ledger) or self._reads_early())
 
     def _new_events(self) -> list[Event]:
@@ -241,12 +239,7 @@ class LiveRun:
         steps = with_possible_times(steps)
         self._now = self.times.begin or self._clock()
         progress = Progress(self.spec, self.path.name, lambda: self._now)
-        for event in without_discarded(events):
-            self._now = float(event["time"])
-            progress.event(event)
-        for at, beat in in_beats(steps):
-            self._now = at
-            progress.records(ledger[:0], beat)
+        follow(progress, without_discarded(events), steps)
         progress.records(ledger[ledger["step"] <= self.last_step], steps[:0])
         self._now, self.progress = self._clock(), progress
 

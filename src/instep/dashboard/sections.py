@@ -32,7 +32,7 @@ from instep.report.figures.summary import (
     time_split,
     verdict_of,
 )
-from instep.report.terminal.screen import notice, progress_words
+from instep.report.terminal.screen import notice, progress_words, waiting_for
 from instep.report.terminal.status import Status, next_commands
 from instep.store.run_files import PARTS, Event, Floats
 from instep.store.run_folder import RunFolder
@@ -60,7 +60,7 @@ def live_sections(run: LiveRun, state: str) -> dict[str, Any]:
     status = run.status(state)
     text = f"Running for {readable_seconds(run.times.seconds)}: {progress_words(progress)}."
     if not progress.steps_seen and state == "running":
-        text = f"Starting: {progress.waiting_for()}."
+        text = f"Starting: {waiting_for(progress)}."
     elif state != "running":
         opening = "Cut short" if state == "unfinished" else state.capitalize()
         text = f"{opening} after {readable_seconds(run.times.seconds)}, "
@@ -232,6 +232,7 @@ def _live_workers(run: LiveRun, *, over: bool) -> list[dict[str, Any]]:
     if len(rows) > _MOST_WORKERS:
         rows, _ = run.progress.rows(_MOST_WORKERS)
     whole = max(sum(each.samples for each in run.steps.workers.values()), 1.0)
+    rows = _with_earlier(rows, run.steps.workers if over else ())
     found = []
     for row in rows:
         number = int(row.name) if row.name.isdigit() else -1
@@ -241,6 +242,15 @@ def _live_workers(run: LiveRun, *, over: bool) -> list[dict[str, Any]]:
         else:
             found.append({**row._asdict(), "parts": _parts(run.steps.parts.get(number))})
     return sorted(found, key=_by_name)
+
+
+def _with_earlier(rows: list[Row], numbers: Collection[int]) -> list[Row]:
+    """Add those that computed in an earlier session alone, as long as there is room."""
+    known = {row.name for row in rows}
+    missing = [str(number) for number in numbers if str(number) not in known]
+    return rows + [
+        Row(name, "left", 0, 0, 0, 0, 0) for name in missing[: _MOST_WORKERS - len(rows)]
+    ]
 
 
 def _ended_row(
@@ -270,6 +280,7 @@ def _parts(seconds: Any) -> dict[str, float] | None:
 
 def _settled_workers(folder: RunFolder, status: Status) -> list[dict[str, Any]]:
     rows, _ = status.progress.rows(_MOST_WORKERS)
+    rows = _with_earlier(rows, folder.members.numbers)
     whole = max(float(folder.steps["samples"].sum()), 1.0)
     found = []
     for row in rows:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from instep.errors import CheckpointError, RunError
 from instep.state.files.manifest import DELETING, FOLDER
 from instep.state.files.model_file import check_hash
@@ -27,7 +29,7 @@ class Kinds(NamedTuple):
     """Beside what no command reads: which files of runs to remove."""
 
     checkpoints: bool = False
-    """Those of runs that ended well, and whose model is whole."""
+    """Those of runs that ended well, did not diverge, and whose model is whole."""
     failed: bool = False
     """Whole folders of runs that failed and have no checkpoint to resume from."""
 
@@ -121,9 +123,17 @@ def _of_run(run: Path, kinds: Kinds) -> Iterator[Removal]:
         for begin in (SAVING, DELETING):
             for path in sorted(place.glob(f"{begin}*")):
                 yield _removal(run, path, "half written or half deleted")
-    if kinds.checkpoints and folder.outcome in ("completed", "stopped") and _has_its_model(run):
+    ended = folder.outcome in ("completed", "stopped")
+    if kinds.checkpoints and ended and not _diverged(folder) and _has_its_model(run):
         for path in steps:
             yield _removal(run, path, "checkpoint of a run that ended well")
+
+
+def _diverged(folder: RunFolder) -> bool:
+    """Whether it was stopped for that, or its last loss is not finite: then a checkpoint may be the
+    last state of any use."""
+    last = folder.steps["loss"][folder.steps["step"] == folder.last_step]
+    return folder.ending.get("rule") == "diverged" or not bool(np.isfinite(last).all())
 
 
 def _has_its_model(run: Path) -> bool:

@@ -16,6 +16,7 @@ from instep.dashboard.compared import compare
 from instep.dashboard.curves import live_charts, plain, settled_charts
 from instep.dashboard.listing import RunList
 from instep.dashboard.live import LiveRun
+from instep.dashboard.sections import _live_workers
 from instep.dashboard.watch import Feed, WatchedList, WatchedRun
 from instep.events import LEDGER, LEDGER_START, STEPS, read_events
 from instep.report.figures.curves import charts
@@ -264,6 +265,34 @@ def test_what_a_run_has_in_place_of_its_summary_hides_no_other(tmp_path, fault):
     rows = asyncio.run(first())
     assert rows["row plain"]["state"] == "completed"
     assert ("error" in rows["row odd"]) == (fault == "pipe")
+
+
+def test_the_best_of_a_list_is_none_of_the_validations_that_were_discarded(run):
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events.append({"time": events[-1]["time"] + 1, "event": "run_started", "resumed_step": 0})
+    write_events(run, events)
+    row = RunList(run.parent).rows()["digits"]
+    assert (row["best"], Status(run).as_table()["validation"]) == ({}, None)
+
+
+def test_a_run_that_was_resumed_with_fewer_workers_is_shown_with_all_that_they_did(run):
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    at = events[-1]["time"] + 60
+    again = [{"event": "run_started", "resumed_step": 48}]
+    again += [{"event": "generation_started", "generation": 2, "members": [0, 1], "reason": ""}]
+    again += [{"event": "run_finished", "outcome": "stopped", "rule": None, "step": 48}]
+    write_events(run, [*events, *({"time": at, **each} for each in again)])
+    text = (run / "job.toml").read_text().replace("workers = 3", "workers = 2")
+    (run / "job.toml").write_text(text)
+    assert list(Status(run).as_table()["workers"]) == ["0", "1"]
+    workers = WatchedRun(run).look().sections["workers"]
+    assert [(each["name"], each["state"]) for each in workers][2:] == [("2", "left")]
+    assert sum(each["share"] for each in workers) == pytest.approx(1)
+    live = LiveRun(run)
+    live.look()
+    live.status("stopped")
+    for mine, settled in zip(_live_workers(live, over=True), workers, strict=True):
+        assert mine["share"] == pytest.approx(settled["share"])
 
 
 def test_a_folder_of_runs_may_have_a_job_in_it(tmp_path):

@@ -18,7 +18,8 @@ from instep.job.sync import SyncSpec
 from instep.job.train import TrainSpec
 from instep.report.figures.progress import Progress
 from instep.report.terminal.live import LiveTable, PlainLines, make_view
-from instep.report.terminal.screen import heading, notice, screen
+from instep.report.terminal.screen import heading, notice, screen, waiting_for
+from instep.report.terminal.status import follow
 
 
 class Clock:
@@ -519,10 +520,10 @@ def test_a_run_that_shares_its_work_by_another_rule_says_so():
 def test_a_server_is_shown_as_one_behind_the_workers_and_never_as_slow():
     sync = SyncSpec(name="server_sync")
     progress = Progress(msgspec.structs.replace(job_of(2), sync=sync), "net", clock := Clock())
-    assert progress.waiting_for() == "waiting for workers 0, 1, server 2 to join"
+    assert waiting_for(progress) == "waiting for workers 0, 1, server 2 to join"
     for worker, role in enumerate(("worker", "worker", "server")):
         progress.event(event("worker_joined", worker=worker, role=role))
-    assert progress.waiting_for().startswith("waiting for workers 0, 1, server 2 to load")
+    assert waiting_for(progress).startswith("waiting for workers 0, 1, server 2 to load")
     progress.records(*records(1, 9, [32, 32, 0], work_s=[0.01, 0.002, 0.0]))
     rows, whole = progress.rows(9)
     assert [(row.name, row.state) for row in rows] == [
@@ -563,3 +564,99 @@ def test_fields_that_no_reader_needs_may_be_missing():
     assert notice({"event": "worker_failed", "worker": 1}) == "worker failed"
     assert progress.validated["step"] == 1
     assert len(screen(progress, 100, 30)) > 1
+
+
+# Who is there
+
+
+def generation(*members):
+    return event("generation_started", members=list(members), generation=1, reason="start")
+
+
+def ended(worker, code=0):
+    return event("process_ended", worker=worker, pid=1, code=code)
+
+
+def test_workers_that_left_keep_no_rate_and_no_share():
+    progress = progress_of(workers=3)
+    progress.event(generation(0, 1, 2))
+    progress.records(*records(1, 101, [16, 16, 32]))
+    for one in (1, 2):
+        progress.event(ended(one))
+    progress.event(generation(0))
+    progress.records(*records(101, 201, [64], step_s=0.04))
+    rows, whole = progress.rows(12)
+    assert whole.rate == progress.samples_per_s == pytest.approx(1600)
+    assert {row.name: (row.state, row.rate, row.share) for row in rows} == {
+        "0": ("training", pytest.approx(1600), pytest.approx(1)),
+        "1": ("left", 0, 0),
+        "2": ("left", 0, 0),
+    }
+
+
+def test_one_that_ends_after_the_others_have_gone_on_has_left_too():
+    progress = progress_of()
+    progress.event(generation(0, 1))
+    progress.event(generation(0))
+    progress.event(ended(1))
+    progress.records(*records(1, 2, [32, 32]))  # written by then, and read late
+    progress.event(ended(0))
+    assert progress.states == {0: "done", 1: "left"}
+    assert [row.rate for row in progress.rows(12)[0]] == [pytest.approx(3200), 0]
+
+
+def test_a_replacement_has_the_share_that_it_has_now():
+    progress = progress_of()
+    progress.event(generation(0, 1))
+    progress.records(*records(1, 1001, [32, 32]))
+    progress.event(failed(1))
+    progress.event(generation(0, 1))
+    progress.records(*records(1001, 1011, [32, 32]))
+    assert [row.share for row in progress.rows(12)[0]] == pytest.approx([0.5, 0.5])
+
+
+def test_a_session_knows_nothing_of_the_workers_before():
+    clock = Clock()
+    progress = progress_of(clock=clock)
+    progress.event(generation(0, 1, 2))
+    for worker in range(3):
+        progress.event(ready(worker))
+    progress.records(*records(1, 21, [16, 16, 32]))
+    progress.event(ended(2, -9))
+    clock.now += 600
+    progress.event(event("run_started", resumed_step=20))
+    assert (progress.steps_seen, progress.eta_s, progress.samples_per_s) == (False, None, 0)
+    assert waiting_for(progress) == "waiting for workers 0, 1 to join"
+    progress.event(generation(0, 1))
+    progress.records(*records(21, 31, [32, 32]))
+    rows, whole = progress.rows(12)
+    assert [(row.name, row.share) for row in rows] == [("0", 0.5), ("1", 0.5)]
+    assert whole.rate == pytest.approx(6400)
+
+
+def test_an_epoch_that_is_told_late_does_not_take_the_place_of_the_next():
+    progress = progress_of(epochs=2)
+    progress.event(ready(0))
+    progress.records(*records(1, 11, [32, 32], loss=1.0))
+    progress.records(*records(11, 13, [32, 32], loss=0.5))
+    progress.event(event("epoch_finished", epoch=0, step=10, loss=1.0, samples=640))
+    assert progress.loss == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("gap_s", [1.0, 300.0])
+def test_what_was_is_told_in_the_order_in_which_it_was(gap_s):
+    steps = records(1, 21, [16, 16, 32])[1]
+    later = records(21, 31, [32, 32])[1]
+    later["begin"] += gap_s
+    end = float(steps["begin"].max()) + 0.01
+    events = [
+        {**generation(0, 1, 2), "time": 1e9 - 1},
+        {**failed(2), "time": end + 0.1},
+        {**generation(0, 1), "time": end + 0.2},
+        {**saved(), "time": end + 0.3},
+    ]
+    progress = progress_of(workers=3)
+    follow(progress, events, np.concatenate([later, steps]))
+    rows, _ = progress.rows(12)
+    assert {row.name: row.share for row in rows} == {"0": 0.5, "1": 0.5, "2": 0}
+    assert (progress.clock(), progress.saved) == (100.0, (end + 0.3, events[-1]))

@@ -22,9 +22,9 @@ def files_of(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def run_of(path, outcome="completed", *, age_s=3600.0):
+def run_of(path, outcome="completed", *, age_s=3600.0, **made):
     """A run that is over, with two checkpoints and what a kill may leave."""
-    make_run(path, outcome=outcome)
+    make_run(path, outcome=outcome, **made)
     (path / ID).write_text("made up\n")
     for name in ("step-00000016", "step-00000032", ".saving-step-00000048", ".deleting-step-1"):
         (path / "checkpoints" / name).mkdir()
@@ -84,6 +84,17 @@ def test_checkpoints_go_if_the_run_ended_well_and_its_model_is_whole(tmp_path, o
     cleaned(tmp_path, checkpoints=True)
     assert bool(CHECKPOINTS & files_of(run)) is not go
     assert "model.safetensors" in files_of(run)
+
+
+def test_checkpoints_of_a_run_that_diverged_stay_as_one_may_be_all_that_is_finite(tmp_path):
+    run, told = run_of(tmp_path / "net", nan_from=40), run_of(tmp_path / "told", "stopped")
+    events = [json.loads(line) for line in (told / "events.jsonl").read_text().splitlines()]
+    write_events(told, [{**e, "rule": "diverged"} if "rule" in e else e for e in events])
+    for file in (told / "events.jsonl", told / "ledger.bin"):
+        os.utime(file, (time.time() - 3600,) * 2)
+    cleaned(tmp_path, checkpoints=True)
+    for each in (run, told):
+        assert files_of(each) >= CHECKPOINTS
 
 
 def test_checkpoints_stay_beside_a_model_that_is_damaged_or_not_there(tmp_path):

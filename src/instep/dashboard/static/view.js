@@ -52,7 +52,7 @@ const View = (() => {
     add("samples per second", count(summary && summary.samples_per_second !== undefined ? summary.samples_per_second : status.samples_per_s));
     if (status.eta_s) add("time left", seconds(status.eta_s));
     if (summary) add("took", seconds(summary.seconds));
-    add("workers", count(summary ? summary.workers : Object.keys(status.workers).length));
+    add("workers", count(summary ? summary.workers : Object.values(status.workers).filter((state) => state !== "left").length));
     return list;
   };
 

@@ -19,7 +19,7 @@ from instep.data.step_sizes import NewestSteps
 from instep.job.spec import JobSpec
 from instep.report.figures.summary import OWN
 from instep.store.run_files import PARTS, Records, step_ends
-from instep.words import LAST_STEPS, phases_in_words, some_members, whole_seconds
+from instep.words import LAST_STEPS, phases_in_words, whole_seconds
 
 MEMORY_S, MEMORY_STEPS = 10.0, 20.0
 """Time constant of the rates: so many seconds or so many steps, whichever is longer."""
@@ -48,7 +48,8 @@ class Progress:
     """Figures of a run; takes an amount of memory that does not grow with the run's length.
 
     Rates and shares are exponential moving averages over recent steps: over ten seconds, or
-    over twenty steps if those take longer. The loss is that of the summary.
+    over twenty steps if those take longer, and begin anew when the members change. The loss is
+    that of the summary.
 
     Args:
         job: as run.
@@ -67,12 +68,6 @@ class Progress:
         self._earlier = earlier
         self.job, self.name, self.clock = job, name, clock
         self.began = clock()
-        self.workers = list(range(job.workers + job.sync.server_count))
-        self.servers = set(self.workers[job.workers :])
-        self.states: dict[int, str] = {}
-        self.phases: dict[int, dict[str, float]] = {}
-        self.tried: dict[int, tuple[int, int]] = {}
-        """How far the trial of each worker is."""
         self.ready: dict[str, Any] = {}
         self.generations = 0
         self.step = self.epoch = self.committed = 0
@@ -80,27 +75,41 @@ class Progress:
         self.logged: dict[str, Any] = {}
         """The newest value of each name that callbacks have logged."""
         self.saved: tuple[float, dict[str, Any]] | None = None
-        self.traffic: dict[int, tuple[float, float]] = {}
         self.over = False
         """Whether no process computes any more, whatever the last events say."""
-        self.steps_seen = False
-        """Whether a worker has recorded a step in this session."""
-        self._pauses_s = 0.0
-        self._first_step = 0
         self._losses = deque[tuple[float, int]](maxlen=LAST_STEPS)
         self._sum: tuple[float, ...] = (0.0, 0)  # loss times samples, and samples
         self._loss_step, self._loss_epoch = 0, 0  # the last that is in it
-        self._sums = np.zeros((0, _SUMS))
-        self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
-        self._seen = np.zeros(0)  # when each worker last sent a record, on `clock`
         self._taken = NewestSteps()  # of unequal size
-        self._make_room(len(self.workers))
+        self._begin_session(0)
+
+    def _begin_session(self, first_step: int) -> None:
+        """Forget the processes of the session before."""
+        self._first_step, self._pauses_s = first_step, 0.0
+        self.workers = list(range(self.job.workers + self.job.sync.server_count))
+        self.servers = set(self.workers[self.job.workers :])
+        self._members = set[int]()
+        self.states: dict[int, str] = {}
+        self.phases: dict[int, dict[str, float]] = {}
+        self.tried: dict[int, tuple[int, int]] = {}
+        """How far the trial of each worker is."""
+        self.traffic: dict[int, tuple[float, float]] = {}
+        self.steps_seen = False
+        """Whether a worker has recorded a step in this session."""
+        self._forget_rates()
+
+    def _forget_rates(self) -> None:
+        """Begin anew with the rates and shares of those who are there now."""
+        count = max(self.workers, default=-1) + 1
+        self._sums = np.zeros((count, _SUMS))
+        self._end = np.full(count, np.inf)  # Unix seconds; the end of each worker's newest step
+        self._seen = np.full(count, np.inf)  # when each worker last sent a record, on `clock`
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in one event of `EVENTS`; events that change no figure are ignored."""
         what, worker = event["event"], event.get("worker", -1)
         if what == "run_started":
-            self._first_step = event.get("resumed_step", -1) + 1
+            self._begin_session(event.get("resumed_step", -1) + 1)
         elif what == "worker_joined":
             self.states[worker] = "joined"
             (self.servers.add if event.get("role") == "server" else self.servers.discard)(worker)
@@ -113,9 +122,7 @@ class Progress:
                 self._follow_loss(*self._earlier)
                 self._earlier = None
         elif what == "generation_started":
-            self.workers = sorted({*self.workers, *event["members"]})
-            self._make_room(self.workers[-1] + 1)
-            self.generations += 1
+            self._regroup({*event["members"]})
         elif what == "traffic":
             self.traffic[worker] = (event["sent_bytes"], event["received_bytes"])
         elif what == "validated":
@@ -125,9 +132,9 @@ class Progress:
             values = event["values"].items()
             self.logged |= {name: v for name, v in values if not name.startswith(OWN)}
         elif what == "epoch_finished" and not self.job.train.steps:
-            samples = event["samples"]  # those of earlier sessions included
-            self._sum = event["loss"] * samples, samples
-            self._loss_step = max(self._loss_step, event["step"])
+            if event["step"] >= self._loss_step:  # else steps of the next one were quicker
+                self._sum = event["loss"] * event["samples"], event["samples"]
+                self._loss_step = event["step"]
         elif what == "checkpoint_saved":
             self.saved = (self.clock(), event)
         elif what == "worker_failed":
@@ -139,8 +146,17 @@ class Progress:
         elif what == "process_ended" and self.states.get(worker) != "failed":
             self._leaves(worker, f"exit {event['code']}" if event["code"] else "done")
 
+    def _regroup(self, members: set[int]) -> None:
+        """See who computes from now on."""
+        self.workers, self._members = sorted({*self.workers, *members}), members
+        self.generations += 1
+        gone = {*self.workers} - members
+        self.states |= {one: "left" for one in gone if self.states.get(one) == "done"}
+        self._forget_rates()
+
     def _leaves(self, worker: int, state: str) -> None:
-        self.states[worker] = state
+        others_go_on = state == "done" and self._members and worker not in self._members
+        self.states[worker] = "left" if others_go_on else state
         if state != "done" and 0 <= worker < len(self._sums):
             self._sums[worker] = 0
 
@@ -158,8 +174,13 @@ class Progress:
             self.committed += int((ledger["stop"] - ledger["first"]).sum())
         if len(steps):
             self.steps_seen = True
-            self._make_room(int(steps["worker"].max()) + 1)
-            self._follow_rates(steps)
+            worker = steps["worker"]
+            self._make_room(int(worker.max()) + 1)
+            if not self._members:
+                self.workers = sorted({*self.workers, *np.unique(worker).tolist()})
+            self._follow_rates(steps[np.isin(worker, list(self._members or self.workers))])
+            numbers, first = np.unique(steps["step"], return_index=True)
+            self._follow_loss(numbers, steps["loss"][first])  # all workers record the same loss
 
     def _make_room(self, workers: int) -> None:
         missing = workers - len(self._sums)
@@ -167,7 +188,6 @@ class Progress:
             self._sums = np.vstack([self._sums, np.zeros((missing, _SUMS))])
             self._end = np.append(self._end, np.full(missing, np.inf))
             self._seen = np.append(self._seen, np.full(missing, np.inf))
-            self.workers = sorted({*self.workers, *range(workers - missing, workers)})
 
     def _follow_rates(self, steps: Records) -> None:
         worker, count = steps["worker"], len(self._sums)
@@ -186,8 +206,6 @@ class Progress:
         self._sums = self._sums * np.exp(-forget)[:, None] + new
         active = new[:, _STEPS] > 0
         self._end[active], self._seen[active] = end[active], self.clock()
-        numbers, first = np.unique(steps["step"], return_index=True)
-        self._follow_loss(numbers, steps["loss"][first])  # all workers record the same loss
 
     def _follow_loss(self, numbers: Records, losses: Records) -> None:
         train = self.job.train
@@ -253,20 +271,6 @@ class Progress:
         last = min(self.total, self.job.train.stop_after_steps or self.total)
         pause_s = self._pauses_s / max(self.step - self._first_step + 1, 1)
         return max(last - self.step, 0) * float(wall_s / steps + pause_s)
-
-    def waiting_for(self) -> str:
-        """Say in words what has to happen before the first step."""
-        absent = [w for w in self.workers if w not in self.states]
-        if absent:
-            return f"waiting for {some_members(absent, self.servers)} to join"
-        unready = [w for w in self.workers if self.states[w] == "joined"]
-        if unready:
-            named = some_members(unready, self.servers)
-            if all(worker in self.tried for worker in unready):
-                done, of = min(self.tried[worker] for worker in unready)
-                return f"comparing micro-batches with whole batches: {done} of {of} ({named})"
-            return f"waiting for {named} to load the model and the data"
-        return "waiting for the first step"
 
     def rows(self, most: int) -> tuple[list[Row], Row]:
         """The rows of the table.

@@ -27,7 +27,9 @@ from instep.report.terminal.screen import (
     notice,
     progress_words,
     screen,
+    waiting_for,
 )
+from instep.report.terminal.status import follow
 from instep.store.run_files import Records
 from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
@@ -84,9 +86,8 @@ def make_view(
     stream = sys.stderr if stream is None else stream
     progress = Progress(job, run.name, clock, earlier)
     if so_far is not None:
-        for event in so_far.events:
-            progress.event(event)
-        progress.records(so_far.ledger, so_far.steps)
+        follow(progress, so_far.events, so_far.steps, then=False)
+        progress.records(so_far.ledger, so_far.steps[:0])
     if json or not stream.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
         return PlainLines(progress, stream)
     return LiveTable(progress, stream)
@@ -239,7 +240,7 @@ class PlainLines:
             return
         if not progress.steps_seen:
             elapsed = whole_seconds(progress.clock() - progress.began)
-            self._say(f"starting  {progress.waiting_for()}  {elapsed}")
+            self._say(f"starting  {waiting_for(progress)}  {elapsed}")
         elif progress.step != self._said_step:
             self._said_step = progress.step
             rate = f"{readable_count(progress.samples_per_s)} samples/s"

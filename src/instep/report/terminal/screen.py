@@ -49,6 +49,21 @@ def eta(progress: Progress) -> str:
     return f"eta {whole_seconds(progress.eta_s)}" if progress.eta_s else ""
 
 
+def waiting_for(progress: Progress) -> str:
+    """Say in words what has to happen before the first step."""
+    absent = [w for w in progress.workers if w not in progress.states]
+    if absent:
+        return f"waiting for {some_members(absent, progress.servers)} to join"
+    unready = [w for w in progress.workers if progress.states[w] == "joined"]
+    if unready:
+        named = some_members(unready, progress.servers)
+        if all(worker in progress.tried for worker in unready):
+            done, of = min(progress.tried[worker] for worker in unready)
+            return f"comparing micro-batches with whole batches: {done} of {of} ({named})"
+        return f"waiting for {named} to load the model and the data"
+    return "waiting for the first step"
+
+
 def notice(
     event: dict[str, Any], *, generations: int = 1, servers: Collection[int] = ()
 ) -> str | None:
@@ -196,7 +211,7 @@ def _starting(progress: Progress) -> list[Line]:
         return [[("ended before the first step", "")]]
     return [
         [("starting", "cyan"), (f"   {joined} of {known} joined, {ready} ready   {elapsed}", "")],
-        [(progress.waiting_for(), "")],
+        [(waiting_for(progress), "")],
     ]
 
 

@@ -5,25 +5,30 @@ Both read what runs recorded, and need nothing of their processes. Ways in: `Sta
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from instep.errors import RunError
+from instep.events import LEDGER
 from instep.report.figures.progress import MEMORY_S, Progress, Row
 from instep.report.figures.summary import finite
 from instep.report.terminal.choice import BestValidation, RunChoice
 from instep.report.terminal.screen import screen
 from instep.store.folder import is_running
-from instep.store.run_files import Records, step_ends
+from instep.store.run_files import Event, Records, step_ends
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count, readable_seconds
 from instep.words import command, metrics_in_words
 
 _RECENT_S, _BEAT_S = 3 * MEMORY_S, 0.5
+_NO_LEDGER = np.zeros(0, LEDGER)
+_CHANGES = ("run_started", "generation_started", "worker_failed", "process_ended")
 
 
 class Status:
@@ -43,6 +48,8 @@ class Status:
         running = self.state == "running"
         self.progress = _replayed(self.folder, time.time() if running else None)
         self.progress.over = not running
+        if not self.folder.saved_step:
+            self.progress.saved = None  # they were removed
 
     def lines(self, width: int = 100, encoding: str = "utf-8") -> list[str]:
         """As the live table, and the state; with characters that the encoding has."""
@@ -217,27 +224,50 @@ def state_lines(states: Sequence[State], metric: str = "") -> list[str]:
 
 def _replayed(folder: RunFolder, now: float | None) -> Progress:
     """What a view would have shown by now, or at the end."""
-    session = folder.times.sessions[-1:] or [(0.0, 0.0)]
-    clock = [session[0][0]]
-    progress = Progress(folder.spec, folder.path.name, lambda: clock[0])
-    for event in folder.events:
-        clock[0] = float(event["time"])
-        progress.event(event)
-    for at, steps in in_beats(folder.steps):
-        clock[0] = at
-        progress.records(folder.ledger[:0], steps)
+    begin, end = folder.times.sessions[-1] if folder.times.sessions else (0.0, 0.0)
+    progress = Progress(folder.spec, folder.path.name, partial(float, begin))
+    follow(progress, folder.events, folder.steps)
     progress.records(folder.committed, folder.steps[:0])
-    clock[0] = session[0][1] if now is None else now
+    progress.clock = partial(float, end if now is None else now)
     return progress
 
 
-def in_beats(steps: Records) -> Iterator[tuple[float, Records]]:
-    """When steps ended, and they, as a view of a running job gets them: one beat after another, but
-    all that are not recent at once."""
+def follow(
+    progress: Progress, events: Sequence[Event], steps: Records, *, then: bool = True
+) -> None:
+    """Let figures follow what happened in the order of time, as they would have during the run.
+
+    Recent steps come one beat after another, and what is older at once, but what was before a
+    change of the members comes before it.
+
+    Args:
+        progress: the figures.
+        events: oldest first.
+        steps: [any] of `STEPS`, in any order.
+        then: whether its clock shows the time of each meanwhile, in Unix seconds.
+    """
+    clock = progress.clock
+    for at, event, some in _in_order(events, steps):
+        if then:
+            progress.clock = partial(float, at)
+        if event:
+            progress.event(event)
+        else:
+            progress.records(_NO_LEDGER, some)
+    progress.clock = clock
+
+
+def _in_order(events: Sequence[Event], steps: Records) -> Iterator[tuple[float, Event, Records]]:
+    times = np.maximum.accumulate([float(event["time"]) for event in events] or [0.0])
     ends = step_ends(steps)
-    if not len(ends):
-        return
-    beats = np.maximum(np.floor((ends - ends.max() + _RECENT_S) / _BEAT_S), 0)
-    for beat in np.unique(beats):
-        chosen = beats == beat
-        yield float(ends[chosen].max()), steps[chosen]
+    changes = [at for at, event in zip(times, events, strict=False) if event["event"] in _CHANGES]
+    beats = np.maximum(np.floor((ends - ends.max(initial=0.0) + _RECENT_S) / _BEAT_S), 0)
+    before = np.searchsorted(changes, ends, side="right")
+    order = np.lexsort((beats, before))
+    cuts = np.flatnonzero(np.diff(beats[order]) + np.diff(before[order])) + 1
+    pieces = [each for each in np.split(order, cuts) if len(each)]
+    yield from heapq.merge(
+        ((at, event, steps[:0]) for at, event in zip(times.tolist(), events, strict=False)),
+        ((float(ends[each].max()), {}, steps[each]) for each in pieces),
+        key=lambda each: each[0],
+    )
